@@ -1,0 +1,277 @@
+"""Block tables of the running requests: match a cached prefix, grow, publish full blocks, free.
+
+    token      0         16        32        48        64   70       80
+               |---------|---------|---------|---------|----|--------|
+    table      [  b7     |   b3    |   b9    |   b12   |     b5      ]
+               '-- matched, may --''---- own, full: ---'''-- own, ---'
+                   be shared           published            no key
+
+A request writes KV only into its own blocks. A block is published when the step that fills it is
+planned: whoever matches it later in the same plan reads it in a step that has written it by then.
+Counts of tokens are totals from the start of the sequence, never increments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from kvcache.block import Block, BlockError
+from kvcache.keys import child_key, root_key
+from kvcache.pool import BlockPool
+from kvcache.table import NEVER, BlockTable
+
+RequestId = TypeVar("RequestId", bound=Hashable)
+
+STATS_VERSIONS = 64
+
+
+class PrefixStats(NamedTuple):
+    """What prefix matching did for the requests admitted under one version."""
+
+    queries: int  # tokens that were looked up
+    hits: int  # tokens among them that were found, so need no prefill
+
+
+class KVCacheManager(Generic[RequestId]):
+    """Per-request block tables over a pool whose only holder it is. Not thread-safe.
+
+    Life of a request: begin, then grow and publish for every step planned, then free. After
+    a preemption it begins again. The token ids of one request only ever grow at their end.
+    An unknown request id is a BlockError everywhere.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self.pool = pool
+        self.block_size = block_size
+        self._tables: dict[RequestId, BlockTable] = {}
+        self._oldest_version = 0
+        self._stats: dict[int, PrefixStats] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that grow() can still take, those that cache old prefixes included."""
+        return self.pool.num_available
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that one request alone could hold; one that needs more can never fit."""
+        return self.pool.num_total * self.block_size
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._tables)
+
+    def prefix_stats(self) -> dict[int, PrefixStats]:
+        """Counters by policy version, a copy; the latest 64 versions are kept.
+
+        A request counts once per admission: at the first grow() that succeeds after its begin().
+        """
+        return dict(self._stats)
+
+    def begin(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        policy_version: int,
+        salt: str | None = None,
+    ) -> int:
+        """Open a table and hold the longest cached prefix; the number of tokens it covers.
+
+        That is whole blocks only, and less than len(token_ids): the last token must be computed
+        for its logits. A sequence that cannot go on (see grow) should be freed again.
+        ValueError for no tokens or a version that unpublish_older() has retired.
+        """
+        if request_id in self._tables:
+            raise BlockError(f"request {request_id!r} has a block table already")
+        num_tokens = len(token_ids)
+        if num_tokens == 0:
+            raise ValueError(f"token_ids of request {request_id!r} must not be empty")
+        root = root_key(policy_version, salt)
+        if policy_version < self._oldest_version:
+            raise ValueError(
+                f"policy_version must be at least {self._oldest_version}, got {policy_version}"
+            )
+        is_caching = self.pool.enable_prefix_caching
+        blocks: list[Block] = []
+        keys: list[bytes] = []
+        if is_caching:
+            blocks, keys = self._match(root, token_ids)
+            self.pool.retain(blocks)
+        num_cached_tokens = len(blocks) * self.block_size
+        self._tables[request_id] = BlockTable(
+            root=root,
+            policy_version=policy_version,
+            num_query_tokens=num_tokens,
+            blocks=blocks,
+            block_ids=[block.block_id for block in blocks],
+            keys=keys,
+            num_matched=len(blocks),
+            publish_at=num_cached_tokens + self.block_size if is_caching else NEVER,
+        )
+        return num_cached_tokens
+
+    def grow(self, request_id: RequestId, num_tokens: int) -> bool:
+        """Have room for num_tokens tokens in total; never shrinks.
+
+        False if that needs more blocks than can be taken; then nothing is taken and the table
+        stands as before.
+        """
+        table = self._table(request_id)
+        num_missing = -(-num_tokens // self.block_size) - len(table.blocks)
+        if num_missing <= 0:
+            return True
+        if num_missing > self.pool.num_available:
+            return False
+        taken = self.pool.take(num_missing)
+        table.blocks += taken
+        table.block_ids += [block.block_id for block in taken]
+        if not table.is_counted:
+            self._count(table)
+        return True
+
+    def publish(self, request_id: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Make every full block among the first num_tokens tokens findable; incremental.
+
+        Call it when the step that computes token num_tokens - 1 is planned, after grow(). A token
+        that was only sampled has no KV and must not be counted. token_ids begins with the tokens
+        given to begin() and earlier calls; only its part since then is read. Does nothing when
+        no block is completed, after seal(), and with caching off.
+        ValueError if num_tokens exceeds token_ids, BlockError if it exceeds the blocks held.
+        """
+        table = self._table(request_id)
+        if num_tokens < table.publish_at:
+            return
+        if num_tokens > len(token_ids):
+            raise ValueError(
+                f"num_tokens must be at most the {len(token_ids)} token_ids, got {num_tokens}"
+            )
+        num_full = num_tokens // self.block_size
+        if num_full > len(table.blocks):
+            raise BlockError(
+                f"request {request_id!r} publishes {num_full} blocks, holds {len(table.blocks)}"
+            )
+        num_published = table.publish_at // self.block_size - 1
+        parent = table.keys[num_published - 1] if num_published else table.root
+        for index in range(num_published, num_full):
+            start = index * self.block_size
+            parent = child_key(parent, token_ids[start : start + self.block_size])
+            table.keys.append(parent)
+            self.pool.publish(table.blocks[index], parent, table.policy_version)
+        table.publish_at = (num_full + 1) * self.block_size
+
+    def unpublish_from(self, request_id: RequestId, num_tokens: int) -> list[RequestId]:
+        """Take back what this request published beyond its first num_tokens tokens.
+
+        For a planned step that was not computed: num_tokens is what was computed before it.
+        Returns the other requests that matched a block taken back. Their tables stand on KV that
+        was never written: free them, and begin them again. Matched blocks are others' and stay.
+        """
+        table = self._table(request_id)
+        first = max(num_tokens // self.block_size, table.num_matched)
+        withdrawn: set[int] = set()
+        for block, key in zip(table.blocks[first:], table.keys[first:], strict=False):
+            if block.key == key:
+                self.pool.unpublish(block)
+                if block.ref_count > 1:
+                    withdrawn.add(block.block_id)
+        del table.keys[first:]
+        if table.publish_at != NEVER:
+            table.publish_at = (len(table.keys) + 1) * self.block_size
+        if not withdrawn:
+            return []
+        return [
+            other_id
+            for other_id, other in self._tables.items()
+            if other is not table and not withdrawn.isdisjoint(other.block_ids)
+        ]
+
+    def seal(self, request_id: RequestId) -> None:
+        """From now on publish() does nothing for this request: later tokens are of other weights.
+
+        What it published before stays: it was computed by the version it is keyed under.
+        """
+        self._table(request_id).publish_at = NEVER
+
+    def free(self, request_id: RequestId) -> None:
+        """Close the table and let go of its blocks, tail first, so that heads stay cached longest.
+
+        Published blocks stay findable until evicted. If its last planned step was not computed,
+        call unpublish_from() before.
+        """
+        table = self._table(request_id)
+        del self._tables[request_id]
+        self.pool.release(reversed(table.blocks))
+
+    def unpublish_older(self, policy_version: int) -> int:
+        """Retire all weights older than policy_version; the number of blocks made unfindable.
+
+        No begin() can use them any more, and tables begun under them are sealed. Their blocks
+        stay theirs until freed.
+        """
+        self._oldest_version = max(self._oldest_version, policy_version)
+        for table in self._tables.values():
+            if table.policy_version < policy_version:
+                table.publish_at = NEVER
+        return self.pool.unpublish_older(policy_version)
+
+    def block_ids(self, request_id: RequestId) -> Sequence[int]:
+        """The request's block ids, head first: token t lies in entry t // block_size.
+
+        It is the live list, for reading: it gets longer at grow(), never changes otherwise, and
+        means nothing after free().
+        """
+        return self._table(request_id).block_ids
+
+    def reset(self) -> None:
+        """Forget all cached content; BlockError, with nothing changed, while a table is open."""
+        if self._tables:
+            raise BlockError(f"the cache cannot be reset with {len(self._tables)} tables open")
+        self.pool.reset()
+
+    def check_integrity(self) -> None:
+        """BlockError naming what is inconsistent, in the pool or between the tables and it."""
+        self.pool.check_integrity()
+        holders: Counter[int] = Counter()
+        for request_id, table in self._tables.items():
+            holders.update(table.block_ids)
+            fault = table.fault(self.block_size)
+            if fault:
+                raise BlockError(f"request {request_id!r}: {fault}")
+        for block in self.pool.blocks:
+            if block.ref_count != holders[block.block_id]:
+                raise BlockError(f"{block}: {holders[block.block_id]} tables hold it")
+
+    def _match(self, root: bytes, token_ids: Sequence[int]) -> tuple[list[Block], list[bytes]]:
+        blocks: list[Block] = []
+        keys: list[bytes] = []
+        parent = root
+        for end in range(self.block_size, len(token_ids), self.block_size):
+            parent = child_key(parent, token_ids[end - self.block_size : end])
+            block = self.pool.lookup(parent)
+            if block is None:
+                break
+            blocks.append(block)
+            keys.append(parent)
+        return blocks, keys
+
+    def _table(self, request_id: RequestId) -> BlockTable:
+        try:
+            return self._tables[request_id]
+        except KeyError:
+            raise BlockError(f"request {request_id!r} has no block table") from None
+
+    def _count(self, table: BlockTable) -> None:
+        table.is_counted = True
+        if not self.pool.enable_prefix_caching:
+            return
+        before = self._stats.get(table.policy_version, PrefixStats(0, 0))
+        self._stats[table.policy_version] = PrefixStats(
+            before.queries + table.num_query_tokens,
+            before.hits + table.num_matched * self.block_size,
+        )
+        if len(self._stats) > STATS_VERSIONS:
+            del self._stats[min(self._stats)]

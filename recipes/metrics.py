@@ -1,0 +1,125 @@
+"""Metrics of a run: metrics.jsonl always, wandb beside it. Logging never ends a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import wandb
+
+
+class MetricsLog:
+    """Writes one line per call to `<folder>/metrics.jsonl` and the same to wandb.
+
+    Steps never go back: a smaller step than the last one is logged under the last one. A value
+    that is not finite becomes null in the file. A sink that fails is reported once on
+    stderr and dropped; `history` in memory keeps every record for the report. Close it, or use it
+    as a context manager.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        wandb_mode: Literal["offline", "online", "disabled"] = "offline",
+        project: str = "lockstep",
+        run_name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.history: list[dict[str, float]] = []
+        self._last_step = 0
+        self._warn = warn or _to_stderr
+        path = folder / "metrics.jsonl"
+        self._file = self._guard(f"cannot write {path}", lambda: path.open("a", encoding="utf-8"))
+        self._run: Any = None
+        if wandb_mode != "disabled":
+            self._run = self._guard(
+                "wandb does not start",
+                lambda: _start_wandb(folder, wandb_mode, project, run_name, dict(config or {})),
+            )
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record numbers (anything `float()` takes) under `step`. Never raises."""
+        self._last_step = max(self._last_step, step)
+        record = {"step": float(self._last_step)}
+        for name, value in values.items():
+            number = self._guard(f"metric {name!r} is not a number", partial(float, value))
+            if number is not None:
+                record[name] = number
+        self.history.append(record)
+        self._write(record)
+        if self._run is not None:
+            numbers = {name: value for name, value in record.items() if name != "step"}
+            sent = self._guard(
+                "wandb stopped logging",
+                lambda: (self._run.log(numbers, step=self._last_step), True),
+            )
+            if sent is None:
+                self._run = None
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """`(step, value)` of every finite record of one metric, in order."""
+        return [
+            (int(record["step"]), record[name])
+            for record in self.history
+            if name in record and math.isfinite(record[name])
+        ]
+
+    def close(self, exit_code: int = 0) -> None:
+        """Flush and close both sinks. Never raises; a second call does nothing."""
+        if self._file is not None:
+            self._guard("cannot close metrics.jsonl", self._file.close)
+            self._file = None
+        if self._run is not None:
+            run, self._run = self._run, None
+            self._guard("wandb does not finish", lambda: run.finish(exit_code=exit_code))
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(exit_code=0 if error[0] is None else 1)
+
+    def _write(self, record: Mapping[str, float]) -> None:
+        if self._file is None:
+            return
+        clean = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        line = json.dumps({**clean, "step": self._last_step}) + "\n"
+        file = self._file
+        written = self._guard(
+            f"cannot write {file.name}; later metrics go to the report only",
+            lambda: (file.write(line), file.flush(), True),
+        )
+        if written is None:
+            self._file = None
+
+    def _guard(self, what: str, action: Callable[[], Any]) -> Any:
+        """The action's result, or None after one warning: a logger's failure stays its own."""
+        try:
+            return action()
+        except Exception as error:
+            self._warn(f"{what} ({type(error).__name__}: {error}); the run goes on")
+            return None
+
+
+def _start_wandb(
+    folder: Path, mode: str, project: str, run_name: str | None, config: dict[str, Any]
+) -> Any:
+    return wandb.init(
+        mode=mode,  # type: ignore[arg-type]
+        project=project,
+        name=run_name,
+        dir=str(folder),
+        config=config,
+        settings=wandb.Settings(silent=True),
+    )
+
+
+def _to_stderr(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)

@@ -1,0 +1,87 @@
+"""What the engine promises, held against what this run measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Record = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseCheck:
+    """One row of the report. `holds` is None where the run did not measure it."""
+
+    promise: str
+    measured: str
+    expected: str
+    holds: bool | None
+
+
+def check_promises(history: Sequence[Record]) -> list[PromiseCheck]:
+    """The rows, from the records of the run's training steps. Nothing is assumed: a promise whose
+    metric is absent from every record is reported as not measured."""
+    return [
+        _exact(
+            "bytes copied per publication (largest)",
+            history,
+            ("publication/bytes_copied",),
+            ideal=0.0,
+            show=lambda value: f"{value:,.0f}",
+        ),
+        _exact(
+            "ratio of the first minibatch: largest distance from 1",
+            history,
+            (
+                "sampling/importance_sampling_ratio/max",
+                "sampling/importance_sampling_ratio/min",
+            ),
+            ideal=1.0,
+            show=lambda value: f"{value:.3g}",
+        ),
+        _exact(
+            "engine log-prob against trainer log-prob: largest difference",
+            history,
+            ("sampling/sampling_logp_difference/max",),
+            ideal=0.0,
+            show=lambda value: f"{value:.3g}",
+        ),
+        _versions_rise(history),
+        _one_version_per_rollout(history),
+    ]
+
+
+def _exact(
+    promise: str,
+    history: Sequence[Record],
+    names: Sequence[str],
+    *,
+    ideal: float,
+    show: Callable[[float], str],
+) -> PromiseCheck:
+    """Largest distance of the named metrics from their ideal, which must be exactly 0."""
+    seen = [abs(record[name] - ideal) for name in names for record in history if name in record]
+    if not seen:
+        return PromiseCheck(promise, "not measured", "0", None)
+    worst = math.inf if any(math.isnan(value) for value in seen) else max(seen)
+    return PromiseCheck(promise, show(worst), "0", worst == 0)
+
+
+def _versions_rise(history: Sequence[Record]) -> PromiseCheck:
+    promise = "policy version of the rollouts, step by step"
+    versions = [int(r["rollout/policy_version"]) for r in history if "rollout/policy_version" in r]
+    if not versions:
+        return PromiseCheck(promise, "not measured", "rises with every update", None)
+    rises = all(later > earlier for earlier, later in pairwise(versions))
+    measured = f"{versions[0]} to {versions[-1]} over {len(versions)} steps"
+    return PromiseCheck(promise, measured, "rises with every update", rises)
+
+
+def _one_version_per_rollout(history: Sequence[Record]) -> PromiseCheck:
+    promise = "policy versions within one rollout (most)"
+    spans = [r["rollout/version_spans_max"] for r in history if "rollout/version_spans_max" in r]
+    if not spans:
+        return PromiseCheck(promise, "not measured", "1", None)
+    return PromiseCheck(promise, f"{max(spans):.0f}", "1", max(spans) <= 1)

@@ -1,0 +1,181 @@
+"""The run's own account: report.md and curves.png."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from recipes.config import GrpoConfig
+from recipes.evaluation import Evaluation
+from recipes.progress import format_duration
+from recipes.promises import PromiseCheck, check_promises
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What the loop collects for the report; filled in place as the run goes on."""
+
+    config: GrpoConfig
+    history: list[dict[str, float]]
+    evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
+    weights_bytes: int = 0
+    memory_before: Mapping[str, int] = field(default_factory=dict)
+    memory_after: Mapping[str, int] = field(default_factory=dict)
+    checkpoint: Path | None = None
+    steps_done: int = 0
+    seconds: float = 0.0
+    status: str = "running"
+
+    @property
+    def training_steps(self) -> list[dict[str, float]]:
+        """Records of training steps, without warm start and evaluations."""
+        return [record for record in self.history if "reward" in record]
+
+
+def write_report(folder: Path, record: RunRecord) -> Path:
+    """Write `curves.png` and `report.md` into `folder`; returns the path of the report."""
+    _draw_curves(folder / "curves.png", record)
+    sections = [
+        _head(record),
+        _heldout(record.evaluations),
+        _training(record.training_steps),
+        _promises(check_promises(record.training_steps)),
+        _memory(record),
+        _examples(record.evaluations),
+    ]
+    path = folder / "report.md"
+    path.write_text("\n\n".join(s for s in sections if s) + "\n", encoding="utf-8")
+    return path
+
+
+def _head(record: RunRecord) -> str:
+    config = record.config
+    saved = f"`{record.checkpoint}`" if record.checkpoint else "none"
+    return (
+        f"# {config.name}\n\n"
+        f"Model `{config.model}`, task `{config.task.name}`, algorithm `{config.algorithm.name}`, "
+        f"seed {config.seed}; {record.steps_done} of {config.steps} steps in "
+        f"{format_duration(record.seconds)}; {record.status}.\n\n"
+        f"Checkpoint: {saved}. All settings: `config.yaml`; all metrics: `metrics.jsonl`."
+    )
+
+
+def _heldout(evaluations: Sequence[tuple[int, Evaluation]]) -> str:
+    if not evaluations:
+        return "## Held-out reward\n\nNot evaluated."
+    rows = [
+        (str(step), _figure(e.reward), str(e.num_prompts), f"{e.truncated:.0%}")
+        for step, e in evaluations
+    ]
+    (_, first), (_, last) = evaluations[0], evaluations[-1]
+    change = (
+        f"Before {_figure(first.reward)}, after {_figure(last.reward)} "
+        f"({last.reward - first.reward:+.4f}), greedy, on {last.num_prompts} held-out prompts."
+    )
+    table = _table(("after step", "reward", "prompts", "truncated"), rows)
+    return f"## Held-out reward\n\n{change}\n\n{table}"
+
+
+def _training(steps: Sequence[Mapping[str, float]]) -> str:
+    if not steps:
+        return "## Training\n\nNo step was completed."
+    names = (
+        "reward",
+        "frac_reward_zero_std",
+        "completions/mean_length",
+        "rollout/tokens_per_second",
+        "entropy",
+        "actor/grad_norm",
+        "timing_s/step",
+    )
+    tenth = max(len(steps) // 10, 1)
+    rows = [
+        (name, _mean(name, steps[:tenth]), _mean(name, steps[-tenth:]))
+        for name in names
+        if any(name in record for record in steps)
+    ]
+    table = _table(("mean of", f"first {tenth} steps", f"last {tenth} steps"), rows)
+    return f"## Training\n\n![curves](curves.png)\n\n{table}"
+
+
+def _promises(checks: Sequence[PromiseCheck]) -> str:
+    words = {True: "yes", False: "**NO**", None: "-"}
+    rows = [(c.promise, c.measured, c.expected, words[c.holds]) for c in checks]
+    table = _table(("promise", "measured in this run", "expected", "holds"), rows)
+    return f"## Promises checked in this run\n\n{table}"
+
+
+def _memory(record: RunRecord) -> str:
+    before, after = record.memory_before, record.memory_after
+    if not before and not after:
+        return ""
+    rows = [
+        (name, _mebibytes(before.get(name)), _mebibytes(after.get(name)))
+        for name in dict.fromkeys([*before, *after])
+    ]
+    table = _table(("process", "before the first step", "after the last step"), rows)
+    return (
+        f"## Memory\n\nThe weights ({_mebibytes(record.weights_bytes)} MiB) exist once and are "
+        f"mapped by every process. MiB that belong to each process alone (USS):\n\n{table}"
+    )
+
+
+def _examples(evaluations: Sequence[tuple[int, Evaluation]]) -> str:
+    if not evaluations:
+        return ""
+    step, evaluation = evaluations[-1]
+    rows = [
+        (_cell(prompt), _cell(completion), "-" if reward is None else _figure(reward))
+        for prompt, completion, reward in evaluation.examples
+    ]
+    table = _table(("prompt", "completion", "reward"), rows)
+    return f"## Held-out examples after step {step}\n\n{table}"
+
+
+def _draw_curves(path: Path, record: RunRecord) -> None:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    reward, speed = figure.subplots(1, 2)
+    steps = record.training_steps
+    xs = [r["step"] for r in steps]
+    reward.plot(xs, [r["reward"] for r in steps], label="reward (sampled)")
+    reward.plot(
+        [step for step, _ in record.evaluations],
+        [evaluation.reward for _, evaluation in record.evaluations],
+        marker="o",
+        label="held-out reward (greedy)",
+    )
+    reward.set(xlabel="step", ylabel="reward")
+    reward.legend()
+    speed.plot(xs, [r.get("rollout/tokens_per_second", math.nan) for r in steps])
+    speed.set(xlabel="step", ylabel="rollout tokens per second")
+    speed.set_ylim(bottom=0)
+    canvas.print_png(path)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(r) for r in rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _mean(name: str, records: Sequence[Mapping[str, float]]) -> str:
+    values = [r[name] for r in records if name in r and math.isfinite(r[name])]
+    return _figure(sum(values) / len(values)) if values else "-"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _mebibytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:,.1f}"
+
+
+def _cell(text: str, limit: int = 120) -> str:
+    flat = " ".join(text.replace("|", "\\|").split())
+    return f"`{flat[:limit]}`" if flat else "(empty)"

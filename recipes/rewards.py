@@ -1,0 +1,97 @@
+"""From completions to rewards: the task's functions, checked, and summed per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.algorithms.advantages import reward_array
+from recipes.tasks.task import RewardFunction
+
+UNFINISHED = frozenset({"rejected", "error", "aborted"})
+
+
+class RewardError(ValueError):
+    """A reward function broke its contract; the message names the function and the sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTable:
+    """Rewards of N samples. `total[i]` is the sum of the functions that scored sample i, or None
+    where none did; `columns` has the float64[N] of each function, NaN for None."""
+
+    total: list[float | None]
+    columns: dict[str, NDArray[np.float64]]
+
+    def metrics(self) -> dict[str, float]:
+        """`rewards/<function>/{mean,std}` over the samples each function scored."""
+        values: dict[str, float] = {}
+        for name, column in self.columns.items():
+            scored = column[~np.isnan(column)]
+            if len(scored):
+                values[f"rewards/{name}/mean"] = float(scored.mean())
+                values[f"rewards/{name}/std"] = float(scored.std())
+        return values
+
+
+def score_completions(
+    functions: Mapping[str, RewardFunction],
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    finish_reasons: Sequence[str],
+) -> RewardTable:
+    """Call every reward function once on the samples that finished, and add up per sample.
+
+    A sample that was rejected, aborted or ended in an error is not shown to the functions and has
+    no reward. RewardError when a function returns the wrong number of rewards, or one that is
+    neither None nor a finite number; an exception of the function itself passes unchanged.
+    """
+    num_samples = len(completions)
+    if not len(prompts) == len(rows) == len(finish_reasons) == num_samples:
+        raise ValueError(
+            f"prompts ({len(prompts)}), completions ({num_samples}), rows ({len(rows)}) and "
+            f"finish_reasons ({len(finish_reasons)}) must have one entry per sample"
+        )
+    shown = [i for i, reason in enumerate(finish_reasons) if reason not in UNFINISHED]
+    columns: dict[str, NDArray[np.float64]] = {}
+    for name, function in functions.items():
+        rewards = function(
+            [prompts[i] for i in shown], [completions[i] for i in shown], [rows[i] for i in shown]
+        )
+        if len(rewards) != len(shown):
+            raise RewardError(
+                f"reward function {name!r} returned {len(rewards)} rewards "
+                f"for {len(shown)} completions"
+            )
+        column = np.full(num_samples, np.nan)
+        try:
+            column[shown] = reward_array(rewards)
+        except ValueError as error:
+            raise RewardError(f"reward function {name!r}: {error}") from None
+        columns[name] = column
+    return RewardTable(_sum_scored(columns, num_samples), columns)
+
+
+def teaching_samples(finish_reasons: Sequence[str], mask_truncated: bool) -> NDArray[np.bool_]:
+    """Which samples may enter the loss, `bool[N]`.
+
+    Never one that was rejected, aborted or ended in an error: its tokens are not the policy's
+    answer. With `mask_truncated` also not one that ran into its length limit.
+    """
+    dropped = UNFINISHED | {"length"} if mask_truncated else UNFINISHED
+    return np.array([reason not in dropped for reason in finish_reasons], dtype=np.bool_)
+
+
+def _sum_scored(
+    columns: Mapping[str, NDArray[np.float64]], num_samples: int
+) -> list[float | None]:
+    total: list[float | None] = [None] * num_samples
+    for column in columns.values():
+        for sample in np.flatnonzero(~np.isnan(column)):
+            total[sample] = (total[sample] or 0.0) + float(column[sample])
+    return total

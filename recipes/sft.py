@@ -1,0 +1,48 @@
+"""Warm start: a few supervised steps on demonstrations, through the same trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Protocol
+
+from recipes.algorithms import presets
+from recipes.tasks.task import Demonstrates, encode_prompt
+from rollout import RolloutBatch
+from rollout.tokenizer import Tokenizer
+from trainer_bridge.algorithm import Algorithm
+
+
+class SupervisedTrainer(Protocol):
+    """The part of the trainer this needs."""
+
+    def step(
+        self, batch: RolloutBatch, advantages: None, algorithm: Algorithm
+    ) -> dict[str, float]:
+        """One update on the batch, published as a new policy version; its metrics."""
+
+
+def warm_start(
+    trainer: SupervisedTrainer, batches: Iterable[RolloutBatch]
+) -> Iterator[dict[str, float]]:
+    """Maximum-likelihood steps over `batches` (`RolloutBatch.from_demonstrations`), in order.
+
+    Lazy: each step is taken when its metrics are asked for. Every step is a real update and
+    raises the policy version.
+    """
+    algorithm = presets.sft()
+    for batch in batches:
+        yield trainer.step(batch, None, algorithm)
+
+
+def demonstration_batches(
+    task: Demonstrates, tokenizer: Tokenizer, num_batches: int, batch_size: int, seed: int
+) -> Iterator[RolloutBatch]:
+    """The task's demonstrations as batches of `batch_size`, each completion closed by EOS."""
+    samples = iter(task.demonstrations(num_batches * batch_size, seed))
+    for _ in range(num_batches):
+        pairs = list(islice(samples, batch_size))
+        yield RolloutBatch.from_demonstrations(
+            [encode_prompt(tokenizer, prompt) for prompt, _ in pairs],
+            [tokenizer.encode(text) + list(tokenizer.eos_token_ids[:1]) for _, text in pairs],
+        )

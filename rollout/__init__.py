@@ -1,0 +1,35 @@
+"""Lockstep's rollout side: the engine, the model it shares with the trainer, Ray actors."""
+
+from rollout.engine import RolloutEngine
+from rollout.engine_config import EngineConfig
+from rollout.model import Decoder, DecoderConfig, load_pretrained, save_pretrained
+from rollout.policy import (
+    LocalGate,
+    PoisonedWeights,
+    TornWeights,
+    WeightGate,
+    WeightsError,
+)
+from rollout.request import Rollout, VersionSpan
+from rollout.rollout_batch import RolloutBatch
+from rollout.sampling import SamplingParams
+from rollout.tokenizer import Tokenizer
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "EngineConfig",
+    "LocalGate",
+    "PoisonedWeights",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutEngine",
+    "SamplingParams",
+    "Tokenizer",
+    "TornWeights",
+    "VersionSpan",
+    "WeightGate",
+    "WeightsError",
+    "load_pretrained",
+    "save_pretrained",
+]

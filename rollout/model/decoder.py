@@ -1,0 +1,102 @@
+"""The one decoder for both sides: the trainer's packed rows and the engine's paged steps.
+
+Flat tokens in, hidden states out; `logits` only for the rows that are sampled or scored. Only
+`attention.attend(layer, q, k, v)` differs between the two sides.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attention import Attention
+from rollout.model.config import DecoderConfig
+from rollout.model.fusion import Linear, linear, pack_adjacent
+from rollout.model.layers import DecoderLayer, RMSNorm, RotaryTable, inverse_frequencies
+
+
+class _Trunk(nn.Module):
+    """Embedding, layers, final norm: the submodule Hugging Face calls `model`."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, dtype, device) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+
+
+class Decoder(nn.Module):
+    """Llama, Mistral, Qwen2 and Qwen3 shapes. Parameters carry their Hugging Face names.
+
+    Parameters are mutated in place and never re-bound by this class after construction. On
+    `device="meta"` nothing is allocated; bind it to memory afterwards (`WeightArena.bind`).
+    """
+
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Trunk(config, dtype, device)
+        self.lm_head: Linear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        self._rotary = RotaryTable(inverse_frequencies(config))
+        if device != "meta":
+            pack_adjacent(self, self.adjacent_parameters())
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states `[num_tokens, hidden]` after the final norm, for flat tokens.
+
+        `input_ids` and `positions` are int64 `[num_tokens]`; which tokens form a sequence, and
+        where its keys and values lie, is known to `attention` alone.
+        """
+        x = self.model.embed_tokens(input_ids)
+        cos, sin = self._rotary(positions, x.dtype)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(index, x, cos, sin, attention)
+        out: Tensor = self.model.norm(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary scores `[rows, vocab_size]` of hidden rows `[rows, hidden]`."""
+        return linear(hidden, self.output_weight)
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """The projection onto the vocabulary `[vocab_size, hidden]`, tied or not."""
+        return self._embedding if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def _embedding(self) -> nn.Parameter:
+        weight = self.model.embed_tokens.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def adjacent_parameters(self) -> list[tuple[str, ...]]:
+        """Groups of names that must lie back to back in memory, in this order, to be fused."""
+        groups: list[tuple[str, ...]] = []
+        for index in range(self.config.num_hidden_layers):
+            attn, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+            groups.append(tuple(f"{attn}.{x}_proj.weight" for x in "qkv"))
+            if self.config.qkv_bias:
+                groups.append(tuple(f"{attn}.{x}_proj.bias" for x in "qkv"))
+            groups.append((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"))
+            if self.config.mlp_bias:
+                groups.append((f"{mlp}.gate_proj.bias", f"{mlp}.up_proj.bias"))
+        return groups
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Seeded random weights in place: N(0, initializer_range), norms 1, biases 0."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+            elif p.dim() == 1:
+                p.fill_(1.0)
+            else:
+                p.copy_(torch.randn(p.shape, generator=generator) * self.config.initializer_range)

@@ -1,0 +1,41 @@
+"""A tiny policy on disk, and the loop run on it without Ray."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_run  # noqa: E402
+
+from recipes import grpo  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    return tiny_run.build_policy(tmp_path_factory.mktemp("policy") / "hf")
+
+
+@pytest.fixture
+def run_grpo(policy, tmp_path, monkeypatch):
+    """`run_grpo(*options)` -> (exit code, output folder)."""
+    monkeypatch.setattr(grpo, "Colocation", tiny_run.LocalColocation)
+
+    def run(*options, output="run"):
+        folder = tmp_path / output
+        fixed = {
+            "model": policy,
+            "output": folder,
+            "task.name": "tiny_run:load",
+            "steps": 3,
+            "rollout.max_tokens": 3,
+            "rollout.prompts_per_step": 8,
+            "rollout.group_size": 4,
+            "optimizer.learning_rate": 3e-3,
+            "logging.wandb": "disabled",
+        }
+        arguments = [f"--{name}={value}" for name, value in fixed.items()]
+        return grpo.main([*arguments, *options]), folder
+
+    return run

@@ -1,0 +1,124 @@
+"""The configuration: every field explained, every mistake one sentence (F6)."""
+
+import dataclasses
+import re
+from typing import get_type_hints
+
+import pytest
+import yaml
+
+from recipes.command_line import (
+    DEFAULT_CONFIG,
+    ConfigError,
+    field_names,
+    parse_config,
+    write_config,
+)
+from recipes.config import GrpoConfig
+
+CONFIGS = sorted(DEFAULT_CONFIG.parent.glob("*.yaml"))
+
+
+def sections(config_class):
+    hints = get_type_hints(config_class)
+    return {name: t for name, t in hints.items() if dataclasses.is_dataclass(t)}
+
+
+def test_no_arguments_is_the_embedded_run():
+    assert parse_config([]) == parse_config(["--config", str(DEFAULT_CONFIG)])
+    assert parse_config([]).model == "embedded"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_files_parse_and_start_with_their_command(path):
+    config = parse_config(["--config", str(path)])
+    assert config.name == path.stem
+    head = path.read_text().split("name:")[0]
+    assert "python -m recipes.grpo" in head
+    assert all(line.startswith("#") for line in head.strip().splitlines())
+
+
+def test_command_line_wins_over_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 7\nrollout: {group_size: 4, temperature: 0.7}\n")
+    config = parse_config(
+        ["--config", str(path), "--rollout.group_size", "6", "--optimizer.betas", "[0.5, 0.6]"]
+    )
+    assert (config.steps, config.rollout.group_size, config.rollout.temperature) == (7, 6, 0.7)
+    assert config.optimizer.betas == (0.5, 0.6)
+    assert config.model == GrpoConfig().model, "a file replaces the default file, not adds to it"
+
+
+def test_written_configuration_gives_the_same_run(tmp_path):
+    config = parse_config(["--algorithm.dual_clip", "3", "--optimizer.minibatch_size", "32"])
+    write_config(config, tmp_path / "config.yaml")
+    assert parse_config(["--config", str(tmp_path / "config.yaml")]) == config
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    sectioned = sections(GrpoConfig)
+    for name in field_names(GrpoConfig):
+        if name in sectioned:
+            continue
+        entry = re.search(rf"--{re.escape(name)} (\{{[^}}]*\}}|\S+)\s+(\w+)", text)
+        assert entry is not None, f"{name} has no explanation"
+        assert entry.group(2) != "type", f"{name} has no explanation"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rollout.temprature", "1"], "'rollout.temprature' .* nearest one is 'rollout.temp"),
+        (["--temperature=1"], "unknown field 'temperature' .* 'rollout.temperature'"),
+        (["--rollout.temp", "1"], "unknown field 'rollout.temp' "),
+        (["--steps", "many"], "steps: expected int, got many"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--seed=-1"], "seed must be at least 0, got -1"),
+        (["--rollout.group_size", "1"], r"rollout.group_size must be at least 2 .*, got 1"),
+        (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be a positive number"),
+        (["--optimizer.learning_rate", ".nan"], "learning_rate must be a positive number, got nan"),
+        (["--algorithm.name", "ppo"], r"algorithm.name: expected Literal\['grpo'.*, got ppo"),
+        (["--algorithm.dual_clip", "0.5"], "algorithm.dual_clip must be greater than 1"),
+        (["--task.name", "chain_sum"], "model embedded knows only the characters"),
+        (["--name", "a/b"], "name must be a plain folder name, got 'a/b'"),
+        (["--config", "nowhere.yaml"], "no configuration file nowhere.yaml; the ready ones are"),
+        (["--config"], "--config needs a file name"),
+        (["steps=3"], "unrecognized arguments: steps=3"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_config(arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("rollout:\n  group_sise: 4\n", "'rollout.group_sise' in .*'rollout.group_size'"),
+        ("- steps\n", r"must hold fields \(name: value\), got a list"),
+        ("# steps: 3\n", r"must hold fields \(name: value\), got nothing"),
+        ("steps: [1\n", "cannot read .* as YAML"),
+        ("steps: x\n", "steps"),
+        ("rollout: 3\n", "rollout in .* must hold fields of its own, got a int"),
+    ],
+)
+def test_mistakes_in_a_file_are_one_sentence(tmp_path, content, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_config(["--config", str(path)])
+    assert "\n" not in str(error.value)
+
+
+def test_shipped_files_hold_no_unknown_field():
+    known = set(field_names(GrpoConfig))
+    for path in CONFIGS:
+        content = yaml.safe_load(path.read_text())
+        for key, value in content.items():
+            names = [f"{key}.{leaf}" for leaf in value] if isinstance(value, dict) else [key]
+            assert known.issuperset(names)

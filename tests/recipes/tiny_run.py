@@ -1,0 +1,153 @@
+"""A real but tiny run for the tests of the loop: a character-level policy, a one-letter task, and
+the trainer and one engine of a colocation in this process, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from recipes.config import TaskConfig
+from rollout import Decoder, DecoderConfig, RolloutBatch, SamplingParams, save_pretrained
+from rollout import Tokenizer as PolicyTokenizer
+from rollout.engine_config import EngineConfig
+from trainer_bridge import TrainerConfig
+from trainer_bridge.colocation import attach_engine
+from trainer_bridge.trainer_actor import TrainerActor
+
+LETTERS = "abcdefgh"
+CHARACTERS = [*LETTERS, "=", "$"]
+
+
+def build_policy(folder: Path, seed: int = 0) -> Path:
+    """A Hugging Face folder of a two-layer policy over `CHARACTERS`; `$` ends a completion."""
+    vocabulary = {character: i for i, character in enumerate(CHARACTERS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="$"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["$"])
+    config = DecoderConfig(
+        model_type="llama",
+        vocab_size=len(CHARACTERS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        eos_token_ids=(vocabulary["$"],),
+    )
+    model = Decoder(config)
+    model.init_weights(seed)
+    tokenizer = PolicyTokenizer(backend.to_str(), {"eos_token": "$"}, None, config.eos_token_ids)
+    save_pretrained(model, folder, tokenizer)
+    return folder
+
+
+def repeats(
+    prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+) -> list[float | None]:
+    """1.0 for a completion that begins with the row's letter."""
+    return [
+        float(completion.startswith(row["letter"]))
+        for completion, row in zip(completions, rows, strict=True)
+    ]
+
+
+def _rows(first_letters: str) -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt": f"{first}{last}=", "letter": last}
+            for first in first_letters
+            for last in LETTERS
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class RepeatTask:
+    """Say the last letter again: `ab=` wants `b`. Held out by the first letter."""
+
+    name: str = "repeat"
+    train: Dataset = field(default_factory=lambda: _rows(LETTERS[:6]))
+    heldout: Dataset = field(default_factory=lambda: _rows(LETTERS[6:]))
+    rewards: Mapping[str, Any] = field(default_factory=lambda: {"repeats": repeats})
+
+    def demonstrations(self, num_samples: int, seed: int) -> Iterator[tuple[str, str]]:
+        order = torch.randint(
+            len(self.train), (num_samples,), generator=torch.Generator().manual_seed(seed)
+        )
+        for index in order.tolist():
+            row = self.train[index]
+            yield row["prompt"], row["letter"]
+
+
+def load(config: TaskConfig, seed: int) -> RepeatTask:
+    return RepeatTask()
+
+
+@dataclass(frozen=True)
+class UntaughtTask:
+    """The same task without demonstrations."""
+
+    name: str = "untaught"
+    train: Dataset = field(default_factory=lambda: _rows(LETTERS[:6]))
+    heldout: Dataset = field(default_factory=lambda: _rows(LETTERS[6:]))
+    rewards: Mapping[str, Any] = field(default_factory=lambda: {"repeats": repeats})
+
+
+def load_untaught(config: TaskConfig, seed: int) -> UntaughtTask:
+    return UntaughtTask()
+
+
+class LocalPool:
+    """`RolloutPool`'s surface over one engine of this process."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def run_batch(self, prompts: list[list[int]], params: SamplingParams) -> RolloutBatch:
+        return RolloutBatch.from_rollouts(
+            self.engine.run_batch(prompts, params, return_details=True)
+        )
+
+    def get_stats(self) -> list[dict[str, Any]]:
+        return [self.engine.get_stats()]
+
+
+class LocalColocation:
+    """`Colocation` without processes: the same trainer, arena, gate and engine."""
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        rollout_actors: int,
+        trainer: TrainerConfig,
+        engine: EngineConfig,
+    ) -> None:
+        torch.set_num_threads(1)
+        self.trainer = TrainerActor(str(model_folder), trainer)
+        torch.set_num_threads(1)
+        self.pool = LocalPool(attach_engine(self.trainer.weights(), engine))
+        self.tokenizer = PolicyTokenizer.from_folder(model_folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.pool.engine.check_integrity()
+
+    def memory(self) -> dict[str, int]:
+        return {"trainer": self.trainer.memory_uss()}

@@ -1,0 +1,8 @@
+"""Lockstep's trainer side: shared weights, their publication, and the step that changes them."""
+
+from trainer_bridge.algorithm import Algorithm, resolve_algorithm
+from trainer_bridge.colocation import Colocation
+from trainer_bridge.scoring import score
+from trainer_bridge.trainer_config import TrainerConfig
+
+__all__ = ["Algorithm", "Colocation", "TrainerConfig", "resolve_algorithm", "score"]

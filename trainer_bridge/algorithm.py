@@ -1,0 +1,59 @@
+"""What the trainer needs to know of an algorithm: a loss per token, and a weight per token."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+PRESETS_MODULE = "recipes.algorithms.presets"
+
+
+class TokenLosses(Protocol):
+    """What a policy loss returns: `loss[T]` with gradient and detached `metrics` of `[T]` each."""
+
+    @property
+    def loss(self) -> Tensor: ...
+
+    @property
+    def metrics(self) -> dict[str, Tensor]: ...
+
+
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLosses]
+"""(logprobs[T], old_logprobs[T], advantages[T], sequence_index[T]) -> losses per token."""
+
+TokenWeights = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+"""Lengths of a minibatch's responses `[N]` -> weight of each of their tokens `[N]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """The loss of a minibatch is Σ_t token_weights(lengths)[sequence of t] · policy_loss[t].
+
+    Weights are computed once over the minibatch, so micro-batches merely add up. Travels to the
+    trainer by pickle: use module-level functions and `functools.partial`.
+    """
+
+    name: str
+    policy_loss: PolicyLoss
+    token_weights: TokenWeights
+
+
+def resolve_algorithm(algorithm: Algorithm | str) -> Algorithm:
+    """An `Algorithm` as it is; a name is a preset of `recipes.algorithms.presets`.
+
+    The presets are looked up when they are named, so this package does not depend on the recipes.
+    """
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    presets = importlib.import_module(PRESETS_MODULE)
+    preset = getattr(presets, algorithm, None)
+    made = preset() if callable(preset) else None
+    if not isinstance(made, Algorithm):
+        raise ValueError(f"unknown algorithm {algorithm!r}: no such preset in {PRESETS_MODULE}")
+    return made

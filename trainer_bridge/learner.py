@@ -1,0 +1,208 @@
+"""The training step: packed forward and backward, then one optimizer step inside the gate."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention import AttentionBackend, select_backend
+from rollout.model import Decoder
+from rollout.rollout_batch import RolloutBatch
+from trainer_bridge.algorithm import Algorithm, resolve_algorithm
+from trainer_bridge.metrics import StepMetrics
+from trainer_bridge.publication import PublicationReceipt
+from trainer_bridge.scoring import score_micro_batch
+from trainer_bridge.trainer_config import TrainerConfig
+from trainer_bridge.trajectory import MicroBatch, micro_batches
+
+
+class Publisher(Protocol):
+    """The writer's side of a gate, with the receipt of its last publication."""
+
+    @property
+    def version(self) -> int: ...
+
+    last_receipt: PublicationReceipt | None
+
+    def write(
+        self,
+        version: int | None,
+        update: Callable[[int], None],
+        validate: Callable[[], None] | None = None,
+    ) -> None: ...
+
+
+class Learner:
+    """Owns the optimizer. Mutates the model's parameters in place, only inside `gate.write`.
+
+    Everything that can fail does so before the gate closes: forward, backward, clipping and the
+    check that the gradient is finite.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        gate: Publisher,
+        config: TrainerConfig,
+        attention_backend: str | AttentionBackend | None = None,
+    ) -> None:
+        self._gate = gate
+        self._config = config
+        self._backend = select_backend(attention_backend)
+        # device_placement=False: `.to(device)` would re-bind parameters away from the arena.
+        self._accelerator = Accelerator(device_placement=False, mixed_precision="no")
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _lr_factor(config))
+        self.model, self.optimizer, self._schedule = self._accelerator.prepare(
+            model, optimizer, schedule
+        )
+        self.updates = 0
+
+    def step(
+        self,
+        batch: RolloutBatch,
+        advantages: NDArray[np.float32] | None,
+        algorithm: Algorithm | str,
+    ) -> dict[str, float]:
+        """Train on a batch: `num_iterations` passes, one publication per minibatch.
+
+        advantages fp32 `[N]`, one per rollout; None for losses that use none. Metrics carry the
+        names of the field: `actor/*`, `sampling/*` (of the first minibatch, before any update:
+        difference 0 and ratio 1 exactly when on-policy), `publication/*`, `timing_s/*`.
+        """
+        algorithm = resolve_algorithm(algorithm)
+        per_rollout = _checked_advantages(batch, advantages)
+        metrics = StepMetrics()
+        started = time.perf_counter()
+        size = self._config.minibatch_size or max(len(batch), 1)
+        for iteration in range(self._config.num_iterations):
+            for start in range(0, len(batch), size):
+                rollouts = np.arange(start, min(start + size, len(batch)))
+                if not batch.lengths[rollouts].sum():
+                    continue
+                first = iteration == 0 and start == 0
+                self._minibatch(batch, rollouts, per_rollout, algorithm, metrics, first)
+        metrics.set("rollout/policy_version", float(self._gate.version))
+        metrics.set("timing_s/train", time.perf_counter() - started)
+        return metrics.result()
+
+    def _minibatch(
+        self,
+        batch: RolloutBatch,
+        rollouts: NDArray[np.int64],
+        advantages: NDArray[np.float32],
+        algorithm: Algorithm,
+        metrics: StepMetrics,
+        first: bool,
+    ) -> None:
+        weights = np.zeros(len(batch), dtype=np.float32)
+        weights[rollouts] = algorithm.token_weights(batch.lengths[rollouts])
+        self.optimizer.zero_grad()
+        for micro in micro_batches(batch, rollouts, self._config.micro_batch_tokens):
+            self._accumulate(batch, micro, advantages, weights, algorithm, metrics, first)
+        norm = self._gradient_norm()
+        metrics.mean("actor/grad_norm", norm)
+        metrics.set("actor/lr", self._schedule.get_last_lr()[0])
+        if not math.isfinite(norm):
+            # Nothing was written: the old weights and their version stand.
+            metrics.add("actor/skipped_updates", 1.0)
+            return
+        self._gate.write(None, lambda version: self.optimizer.step())
+        self._schedule.step()
+        self.updates += 1
+        receipt = self._gate.last_receipt
+        assert receipt is not None
+        metrics.add("publication/wait_s", receipt.wait_s)
+        metrics.add("publication/update_s", receipt.update_s)
+        metrics.add("publication/bytes_copied", float(receipt.bytes_copied))
+
+    def _accumulate(
+        self,
+        batch: RolloutBatch,
+        micro: MicroBatch,
+        advantages: NDArray[np.float32],
+        weights: NDArray[np.float32],
+        algorithm: Algorithm,
+        metrics: StepMetrics,
+        first: bool,
+    ) -> None:
+        device = next(self.model.parameters()).device
+
+        def column(values: NDArray[np.float32], index: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(values[index]).to(device)
+
+        temperature = column(batch.temperatures, micro.rollout_index)
+        logprobs, entropy = score_micro_batch(self.model, micro, temperature, self._backend)
+        old_logprobs = column(batch.logprobs, micro.token_index)
+        losses = algorithm.policy_loss(
+            logprobs,
+            old_logprobs,
+            column(advantages, micro.rollout_index),
+            torch.from_numpy(micro.rollout_index).to(device),
+        )
+        weight = column(weights, micro.rollout_index)
+        loss = (losses.loss * weight).sum()
+        self._accelerator.backward(loss)
+        metrics.add("actor/pg_loss", float(loss.detach()))
+        metrics.mean_of("entropy", entropy.detach())
+        for name, values in losses.metrics.items():
+            metrics.mean_of(name, values)
+        if first and batch.has_behaviour:
+            difference = logprobs.detach() - old_logprobs
+            metrics.extremes("sampling/sampling_logp_difference", difference.abs())
+            metrics.extremes("sampling/importance_sampling_ratio", difference.exp())
+
+    def _gradient_norm(self) -> float:
+        bound = self._config.max_grad_norm
+        norm = self._accelerator.clip_grad_norm_(
+            self.model.parameters(), math.inf if bound is None else bound
+        )
+        return float(norm)
+
+
+def _checked_advantages(
+    batch: RolloutBatch, advantages: NDArray[np.float32] | None
+) -> NDArray[np.float32]:
+    if advantages is None:
+        return np.zeros(len(batch), dtype=np.float32)
+    values = np.asarray(advantages, dtype=np.float32)
+    if values.shape != (len(batch),):
+        raise ValueError(
+            f"advantages have shape {values.shape}, the batch has {len(batch)} rollouts; "
+            "pass one number per rollout"
+        )
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        raise ValueError(
+            f"the advantage of rollout {bad[0]} is {values[bad[0]]}; it must be finite"
+        )
+    return values
+
+
+def _lr_factor(config: TrainerConfig) -> Callable[[int], float]:
+    """Factor on the peak learning rate by optimizer step: linear warm-up, then the schedule."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        if config.lr_schedule == "constant" or config.total_steps is None:
+            return 1.0
+        span = max(config.total_steps - config.warmup_steps, 1)
+        left = max(0.0, 1.0 - (step - config.warmup_steps) / span)
+        return left if config.lr_schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+
+    return factor

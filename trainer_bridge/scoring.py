@@ -1,0 +1,72 @@
+"""The trainer's log-probs: bit for bit those the engine returned with the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention import AttentionBackend, PackedAttention, select_backend
+from rollout.logprobs import score_rows
+from rollout.model import Decoder
+from rollout.request import Rollout
+from rollout.rollout_batch import RolloutBatch
+from trainer_bridge.trajectory import MicroBatch, micro_batches
+
+
+def score_micro_batch(
+    model: Decoder, micro: MicroBatch, temperature: Tensor, backend: AttentionBackend
+) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy (nats) of every response token of one pack, fp32 `[T]`, with grad.
+
+    temperature fp32 `[T]`.
+    """
+    device = next(model.parameters()).device
+    config = model.config
+    attention = PackedAttention(
+        micro.metadata, backend, config.num_attention_heads // config.num_key_value_heads, device
+    )
+    hidden = model(
+        torch.from_numpy(micro.input_ids).to(device),
+        torch.from_numpy(micro.metadata.positions).to(device),
+        attention,
+    )
+    return score_rows(
+        hidden.index_select(0, torch.from_numpy(micro.rows).to(device)),
+        model.output_weight,
+        torch.from_numpy(micro.targets).to(device),
+        temperature.to(device),
+    )
+
+
+def score(
+    model: Decoder,
+    rollouts: Sequence[Rollout] | RolloutBatch,
+    temperature: float | None = None,
+    *,
+    micro_batch_tokens: int = 8192,
+    attention_backend: str | AttentionBackend | None = None,
+) -> list[Tensor]:
+    """Log-probs of the rollouts' tokens under the model as it is: one `[len(token_ids)]` each.
+
+    They carry gradients, and equal the rollouts' own `logprobs` bit for bit while the weights are
+    those of the rollout's version. temperature: None = the one each was sampled at. No more than
+    `micro_batch_tokens` tokens go through one forward; all graphs are kept for the caller.
+    """
+    batch = rollouts if isinstance(rollouts, RolloutBatch) else RolloutBatch.from_rollouts(rollouts)
+    if temperature is not None and not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    backend = select_backend(attention_backend)
+    scores = [torch.zeros(0, device=next(model.parameters()).device)] * len(batch)
+    temperatures = torch.from_numpy(batch.temperatures)
+    if temperature is not None:
+        temperatures = torch.full_like(temperatures, temperature)
+    for micro in micro_batches(batch, range(len(batch)), micro_batch_tokens):
+        per_token = temperatures[torch.from_numpy(micro.rollout_index)]
+        logprobs, _ = score_micro_batch(model, micro, per_token, backend)
+        in_pack = list(dict.fromkeys(micro.rollout_index.tolist()))
+        parts = logprobs.split([int(batch.lengths[i]) for i in in_pack])
+        for index, part in zip(in_pack, parts, strict=True):
+            scores[index] = part
+    return scores

@@ -1,0 +1,109 @@
+"""TrainerActor: the process that owns the weights, the optimizer and the writer's side of the gate.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from rollout.model import Decoder, DecoderConfig, load_weights, save_pretrained
+from rollout.rollout_batch import RolloutBatch
+from rollout.tokenizer import Tokenizer
+from trainer_bridge.algorithm import Algorithm
+from trainer_bridge.arena import ArenaHandle, ArenaLayout, WeightArena
+from trainer_bridge.learner import Learner
+from trainer_bridge.memory import MemoryHandle
+from trainer_bridge.publication import SharedGate
+from trainer_bridge.trainer_config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsHandle:
+    """All a rollout actor needs to read the trainer's weights. Pickleable, a few kilobytes."""
+
+    model_folder: str
+    arena: ArenaHandle
+    gate: MemoryHandle
+
+
+class TrainerActor:
+    """Loads a model folder straight into a new arena and trains it there.
+
+    Made a Ray actor by `Colocation`, with `max_concurrency >= 2` so that it answers while it
+    trains; the calls that change weights take turns.
+    """
+
+    def __init__(self, model_folder: str, config: TrainerConfig) -> None:
+        torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+        self._folder = model_folder
+        self._model = Decoder(DecoderConfig.from_folder(Path(model_folder)), device="meta")
+        self._arena = WeightArena.create(ArenaLayout.for_module(self._model))
+        self._arena.bind(self._model, requires_grad=True)
+        load_weights(self._model, Path(model_folder))
+        self._gate = SharedGate.create(self._arena, self._model)
+        self._gate.open()
+        self._learner = Learner(self._model, self._gate, config)
+        self._turn = threading.Lock()
+
+    def weights(self) -> WeightsHandle:
+        """What `attach_engine` needs; valid while this process lives."""
+        return WeightsHandle(self._folder, self._arena.handle(), self._gate.handle())
+
+    def step(
+        self,
+        batch: RolloutBatch,
+        advantages: NDArray[np.float32] | None,
+        algorithm: Algorithm | str,
+    ) -> dict[str, float]:
+        """See `Learner.step`."""
+        with self._turn:
+            return self._learner.step(batch, advantages, algorithm)
+
+    def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
+        """Run `update(model)` under the gate and publish; returns what it returns.
+
+        Parameters must be changed in place. version: None = live + 1.
+        """
+        if not callable(update):
+            raise TypeError(f"update must be callable, got {type(update).__name__}")
+
+        def run(target: int) -> Any:
+            with torch.no_grad():
+                return update(self._model)
+
+        with self._turn:
+            return self._gate.write(version, run)
+
+    def save_checkpoint(self, folder: str) -> int:
+        """Write the weights as a Hugging Face folder; returns the version that was written."""
+        with self._turn:
+            source = Path(self._folder)
+            save_pretrained(self._model, Path(folder), Tokenizer.from_folder(source))
+            return self._gate.version
+
+    def checksum(self) -> tuple[int, str]:
+        """Version and hash of the weights' bytes, taken while no update runs."""
+        with self._turn:
+            return self._gate.version, self._arena.checksum()
+
+    def get_stats(self) -> dict[str, Any]:
+        """Version, optimizer steps, size of the weights and of a publication."""
+        return {
+            "pid": os.getpid(),
+            "policy_version": self._gate.version,
+            "updates": self._learner.updates,
+            "arena_bytes": self._arena.layout.total_bytes,
+        }
+
+    def memory_uss(self) -> int:
+        """Bytes that only this process holds; the arena counts nowhere while it is shared."""
+        return int(psutil.Process().memory_full_info().uss)

@@ -1,0 +1,52 @@
+"""The settings of the training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """AdamW on the shared weights.
+
+    learning_rate: peak. lr_schedule: "constant", "linear" or "cosine" (to 0 at `total_steps`),
+    after `warmup_steps` of linear warm-up; all in optimizer steps.
+    max_grad_norm: gradients are scaled to this norm at most; None = not clipped.
+    minibatch_size: rollouts per optimizer step; None = the whole batch. num_iterations: passes
+    over a batch. micro_batch_tokens: input tokens per forward; bounds memory, changes no result.
+    num_threads: CPU threads of the trainer; None = all cores.
+    """
+
+    learning_rate: float = 1e-6
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float | None = 1.0
+    minibatch_size: int | None = None
+    num_iterations: int = 1
+    micro_batch_tokens: int = 8192
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.lr_schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(
+                f"TrainerConfig.lr_schedule must be constant, linear or cosine, "
+                f"got {self.lr_schedule!r}"
+            )
+        if self.lr_schedule != "constant" and not self.total_steps:
+            raise ValueError(f"TrainerConfig.lr_schedule={self.lr_schedule!r} needs total_steps")
+        if not self.learning_rate >= 0:
+            raise ValueError(
+                f"TrainerConfig.learning_rate must be 0 or more, got {self.learning_rate}"
+            )
+        for name in ("num_iterations", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"TrainerConfig.{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.minibatch_size is not None and self.minibatch_size < 1:
+            raise ValueError(
+                f"TrainerConfig.minibatch_size must be at least 1, got {self.minibatch_size}"
+            )
