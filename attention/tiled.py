@@ -53,17 +53,18 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx, q, keys, values, plan):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(q, keys, values)
         ctx.plan = plan
-        return _forward(q, keys, values, plan)
+        return attend_tiles(q, keys, values, plan)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
-            out = _forward(*inputs, ctx.plan)
+            out = attend_tiles(inputs[0], inputs[1], inputs[2], ctx.plan)
         return (*torch.autograd.grad(out, inputs, grad), None)
 
 
-def _forward(q: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> Tensor:
+def attend_tiles(q: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> Tensor:
+    """The forward itself; shapes as in `AttentionBackend.attend`."""
     tokens, heads, head_dim = q.shape
     kv_heads, group, width = heads // plan.group, plan.group, plan.tokens_per_tile
     rows = width * group
@@ -167,4 +168,4 @@ class TiledAttention:
         ):
             out: Tensor = _Recompute.apply(q, keys, values, plan)
             return out
-        return _forward(q, keys, values, plan)
+        return attend_tiles(q, keys, values, plan)

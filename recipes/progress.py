@@ -41,7 +41,6 @@ class RunDisplay:
         self._live: Live | None = None
 
     def __enter__(self) -> RunDisplay:
-        self._started = self._clock()
         if self._console.is_terminal:
             self._live = Live(self._render(), console=self._console, refresh_per_second=4)
             self._live.start()
@@ -53,8 +52,13 @@ class RunDisplay:
             self._live = None
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show `values` as the state after `step` steps; names not given keep their last value."""
+        """Show `values` as the state after `step` steps; names not given keep their last value.
+
+        The pace is measured from step 0 on.
+        """
         self._step = step
+        if step == 0:
+            self._started = self._clock()
         self._shown.update(values)
         if self._live is not None:
             self._bar.update(self._bar_task, completed=step)

@@ -25,6 +25,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}"
+                )
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"EngineConfig.num_threads must be at least 1, got {self.num_threads}")

@@ -29,7 +29,8 @@ class RolloutBatch:
 
     prompt_ids int32, prompt_offsets int64 `[P + 1]`; prompt_index int32 `[N]` rollout -> prompt.
     token_ids int32, logprobs and sampling_logprobs fp32, all `[total tokens]`; offsets int64
-    `[N + 1]`. temperatures fp32 `[N]`, those of `logprobs`. spans int64 `[S, 3]` (version, start, end) with span_offsets int64 `[N + 1]`.
+    `[N + 1]`. temperatures fp32 `[N]`, those of `logprobs`. spans int64 `[S, 3]` (version, start,
+    end) with span_offsets int64 `[N + 1]`.
     """
 
     prompt_ids: NDArray[np.int32]

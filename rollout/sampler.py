@@ -77,9 +77,8 @@ def _filtered(
 ) -> tuple[Tensor, Tensor]:
     """The logits really sampled from, with -inf where filtered, and their normalizers."""
     held_back = [r.num_output_tokens < r.params.min_tokens for r in requests]
-    rows = [
-        i for i, r in enumerate(requests) if held_back[i] or (r.params.filters and not r.params.greedy)
-    ]
+    filters = [r.params.filters and not r.params.greedy for r in requests]
+    rows = [i for i in range(len(requests)) if held_back[i] or filters[i]]
     if not rows:
         return scaled, log_normalizer
     scaled, log_normalizer = scaled.clone(), log_normalizer.clone()
@@ -87,8 +86,9 @@ def _filtered(
         row, params = scaled[i], requests[i].params
         if held_back[i]:
             row[sorted(stop_ids(requests[i], eos_token_ids))] = float("-inf")
-        if params.filters and not params.greedy:
-            row.masked_fill_(~kept_tokens(row, params.top_p, params.top_k, params.min_p), -torch.inf)
+        if filters[i]:
+            kept = kept_tokens(row, params.top_p, params.top_k, params.min_p)
+            row.masked_fill_(~kept, float("-inf"))
         log_normalizer[i] = normalizer(row.unsqueeze(0))[0]
     return scaled, log_normalizer
 

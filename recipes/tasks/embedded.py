@@ -46,7 +46,7 @@ GUESS_ERROR = 4
 
 _PAD_ID, _EOS_ID = 0, 1
 _HELDOUT_SHARE = 10
-_ATTEMPTS_PER_ROW = 200
+_ATTEMPTS_PER_ROW = 20
 _TERM = re.compile(r"([+-]?)(\d+)")
 
 

@@ -148,11 +148,10 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: str
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-        self.register_parameter(
-            "bias",
-            nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None,
-        )
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight)
+        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[tokens, in]` -> `[tokens, out]`."""

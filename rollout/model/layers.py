@@ -17,7 +17,10 @@ from rollout.model.fusion import FusedLinear, Linear
 
 
 class RMSNorm(nn.Module):
-    """x · rsqrt(mean(x²) + eps) · weight over the last dimension, in fp32 (Zhang & Sennrich 2019)."""
+    """x · rsqrt(mean(x²) + eps) · weight over the last dimension, in fp32.
+
+    Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: str) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import reasoning_gym
 import torch
 import transformers
 
-from attention.metadata import PackedBatch
+from attention import AttentionMetadata, PackedAttention, select_backend
 from recipes.config import TaskConfig
 from recipes.tasks.catalog import load_task
 from recipes.tasks.embedded import (
@@ -167,7 +167,7 @@ def test_it_is_a_task_that_demonstrates():
 
 
 def test_too_few_problems_say_so():
-    with pytest.raises(ValueError, match="different heldout problems.*heldout_size is 100"):
+    with pytest.raises(ValueError, match=r"different heldout problems.*heldout_size is 100"):
         load(TaskConfig(train_size=5, heldout_size=100, min_digits=1, max_digits=1), 0)
 
 
@@ -195,5 +195,7 @@ def test_policy_folder(tmp_path):
     tokens = torch.tensor(ids)
     with torch.no_grad():
         expected = oracle(tokens[None]).logits[0]
-        hidden = policy(tokens, torch.arange(len(ids)), PackedBatch([len(ids)]))
+        metadata = AttentionMetadata.packed([len(ids)])
+        attention = PackedAttention(metadata, select_backend(), 2, torch.device("cpu"))
+        hidden = policy(tokens, torch.arange(len(ids)), attention)
         torch.testing.assert_close(policy.logits(hidden), expected, rtol=1e-4, atol=1e-4)
