@@ -125,7 +125,8 @@ class OptimizerConfig:
 
     Args:
         learning_rate: peak learning rate
-        lr_schedule: constant, or decay to 0 over the run, linear or as a cosine
+        lr_schedule: constant, or decay to 0 over warm start and training steps together, linear
+            or as a cosine
         warmup_steps: optimizer steps of linear warm-up
         weight_decay: decoupled weight decay
         betas: decay rates of the two moments

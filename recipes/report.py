@@ -42,7 +42,7 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     _draw_curves(folder / "curves.png", record)
     sections = [
         _head(record),
-        _heldout(record.evaluations),
+        _heldout(record.evaluations, bool(record.config.warm_start.steps)),
         _training(record.training_steps),
         _promises(check_promises(record.training_steps)),
         _memory(record),
@@ -56,16 +56,18 @@ def write_report(folder: Path, record: RunRecord) -> Path:
 def _head(record: RunRecord) -> str:
     config = record.config
     saved = f"`{record.checkpoint}`" if record.checkpoint else "none"
+    warm = config.warm_start.steps
+    imitated = f"a warm start of {warm} supervised steps, then " if warm else ""
     return (
         f"# {config.name}\n\n"
         f"Model `{config.model}`, task `{config.task.name}`, algorithm `{config.algorithm.name}`, "
-        f"seed {config.seed}; {record.steps_done} of {config.steps} steps in "
+        f"seed {config.seed}; {imitated}{record.steps_done} of {config.steps} steps in "
         f"{format_duration(record.seconds)}; {record.status}.\n\n"
         f"Checkpoint: {saved}. All settings: `config.yaml`; all metrics: `metrics.jsonl`."
     )
 
 
-def _heldout(evaluations: Sequence[tuple[int, Evaluation]]) -> str:
+def _heldout(evaluations: Sequence[tuple[int, Evaluation]], warm_started: bool) -> str:
     if not evaluations:
         return "## Held-out reward\n\nNot evaluated."
     rows = [
@@ -74,7 +76,8 @@ def _heldout(evaluations: Sequence[tuple[int, Evaluation]]) -> str:
     ]
     (_, first), (_, last) = evaluations[0], evaluations[-1]
     change = (
-        f"Before {_figure(first.reward)}, after {_figure(last.reward)} "
+        f"Before {'(after the warm start) ' if warm_started else ''}{_figure(first.reward)}, "
+        f"after {_figure(last.reward)} "
         f"({last.reward - first.reward:+.4f}), greedy, on {last.num_prompts} held-out prompts."
     )
     table = _table(("after step", "reward", "prompts", "truncated"), rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -18,17 +19,24 @@ class RolloutActor:
     """A shell around `RolloutEngine`, made a Ray actor by whoever starts it (`ray.remote`).
 
     build_engine: called once in the actor's process; attaches to the weights. num_threads: CPU
-    threads of this process. Give it `max_concurrency >= 2`: `run` occupies one thread, and the
-    other calls must be answered meanwhile.
+    threads of this process. Give it `max_concurrency >= 2`: `run` occupies one of Ray's threads,
+    and the other calls must be answered meanwhile.
+
+    All computing is done on one scheduler thread, whichever of Ray's threads asks: OpenMP keeps a
+    team of workers, and malloc an arena, for every thread that ever computed.
     """
 
     def __init__(self, build_engine: Callable[[], RolloutEngine], num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._engine = build_engine()
+        self._scheduler_thread = ThreadPoolExecutor(
+            1, "scheduler", torch.set_num_threads, (num_threads,)
+        )
+        self._engine = self._scheduler_thread.submit(build_engine).result()
 
     def run(self, prompts: PackedPrompts) -> RolloutBatch:
         """Sample every prompt; rollouts in the order of the prompts, `prompt_index` renumbered."""
-        return RolloutBatch.from_rollouts(self._engine.run_tasks(prompts.unpack()))
+        tasks = prompts.unpack()
+        rollouts = self._scheduler_thread.submit(self._engine.run_tasks, tasks).result()
+        return RolloutBatch.from_rollouts(rollouts)
 
     def describe(self) -> dict[str, Any]:
         """Who this is and what it reads: answered as soon as the engine is ready."""

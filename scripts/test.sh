@@ -3,4 +3,5 @@
 #   bash scripts/test.sh tests/kvcache        bash scripts/test.sh -m slow
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+export OMP_WAIT_POLICY=PASSIVE # tests share the cores with actors
 exec .venv/bin/python -m pytest "$@"

@@ -160,14 +160,18 @@ class Colocation:
     def _remote(self, kind: type, threads: int) -> Any:
         """`kind` as a Ray actor on this node, where the arena lies.
 
-        No logical CPUs are reserved: trainer and engines take turns on the same cores.
+        No logical CPUs are reserved: trainer and engines take turns on the same cores. OpenMP
+        workers therefore sleep while they wait: where cores are contended, spinning ones made a
+        training step seven times as slow (scripts/bench/NOTES.md).
         """
         here = ray.get_runtime_context().get_node_id()
         return ray.remote(kind).options(
             num_cpus=0,
             max_concurrency=4,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            runtime_env={
+                "env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+            },
         )
 
     def memory(self) -> dict[str, int]:

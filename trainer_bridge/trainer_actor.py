@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,17 @@ class TrainerActor:
     """Loads a model folder straight into a new arena and trains it there.
 
     Made a Ray actor by `Colocation`, with `max_concurrency >= 2` so that it answers while it
-    trains; the calls that change weights take turns.
+    trains. Whatever reads or changes weights runs on one thread, so these calls take turns.
     """
 
     def __init__(self, model_folder: str, config: TrainerConfig) -> None:
-        torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+        threads = config.num_threads or os.cpu_count() or 1
+        self._trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (threads,))
         self._folder = model_folder
+        self._trainer_thread.submit(self._load, config).result()
+
+    def _load(self, config: TrainerConfig) -> None:
+        model_folder = self._folder
         self._model = Decoder(DecoderConfig.from_folder(Path(model_folder)), device="meta")
         self._arena = WeightArena.create(ArenaLayout.for_module(self._model))
         self._arena.bind(self._model, requires_grad=True)
@@ -52,7 +57,6 @@ class TrainerActor:
         self._gate = SharedGate.create(self._arena, self._model)
         self._gate.open()
         self._learner = Learner(self._model, self._gate, config)
-        self._turn = threading.Lock()
 
     def weights(self) -> WeightsHandle:
         """What `attach_engine` needs; valid while this process lives."""
@@ -65,8 +69,9 @@ class TrainerActor:
         algorithm: Algorithm | str,
     ) -> dict[str, float]:
         """See `Learner.step`."""
-        with self._turn:
-            return self._learner.step(batch, advantages, algorithm)
+        return self._trainer_thread.submit(
+            self._learner.step, batch, advantages, algorithm
+        ).result()
 
     def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
         """Run `update(model)` under the gate and publish; returns what it returns.
@@ -80,20 +85,23 @@ class TrainerActor:
             with torch.no_grad():
                 return update(self._model)
 
-        with self._turn:
-            return self._gate.write(version, run)
+        return self._trainer_thread.submit(self._gate.write, version, run).result()
 
     def save_checkpoint(self, folder: str) -> int:
         """Write the weights as a Hugging Face folder; returns the version that was written."""
-        with self._turn:
-            source = Path(self._folder)
-            save_pretrained(self._model, Path(folder), Tokenizer.from_folder(source))
+
+        def save() -> int:
+            tokenizer = Tokenizer.from_folder(Path(self._folder))
+            save_pretrained(self._model, Path(folder), tokenizer)
             return self._gate.version
+
+        return self._trainer_thread.submit(save).result()
 
     def checksum(self) -> tuple[int, str]:
         """Version and hash of the weights' bytes, taken while no update runs."""
-        with self._turn:
-            return self._gate.version, self._arena.checksum()
+        return self._trainer_thread.submit(
+            lambda: (self._gate.version, self._arena.checksum())
+        ).result()
 
     def get_stats(self) -> dict[str, Any]:
         """Version, optimizer steps, size of the weights and of a publication."""

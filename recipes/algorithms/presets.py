@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 
 from recipes.algorithms.aggregation import Aggregation, token_weights
-from recipes.algorithms.aggregation import token_weights
 from recipes.algorithms.policy_losses import clip
 from recipes.algorithms.policy_losses import sft as sft_loss
 from trainer_bridge.algorithm import Algorithm

@@ -7,9 +7,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import tiny_run  # noqa: E402
+import tiny_run
 
-from recipes import grpo  # noqa: E402
+from recipes import grpo
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +33,8 @@ def run_grpo(policy, tmp_path, monkeypatch):
             "rollout.prompts_per_step": 8,
             "rollout.group_size": 4,
             "optimizer.learning_rate": 3e-3,
+            "optimizer.lr_schedule": "constant",
+            "warm_start.steps": 0,
             "logging.wandb": "disabled",
         }
         arguments = [f"--{name}={value}" for name, value in fixed.items()]

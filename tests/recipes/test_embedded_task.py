@@ -47,9 +47,7 @@ def test_no_held_out_numbers_are_trained_on(task):
     """Not even in another order, with other signs, as a demonstration, or under another seed."""
     other = load(TWO_DIGITS, seed=4)
     demonstrated = [prompt for prompt, _ in task.demonstrations(5000, 0)]
-    trained = {
-        numbers(p) for p in [*task.train["prompt"], *other.train["prompt"], *demonstrated]
-    }
+    trained = {numbers(p) for p in [*task.train["prompt"], *other.train["prompt"], *demonstrated]}
     held_out = {numbers(p) for p in [*task.heldout["prompt"], *other.heldout["prompt"]]}
     assert not trained & held_out
     unsplit = reasoning_gym.create_dataset(
@@ -179,9 +177,7 @@ def test_policy_folder(tmp_path):
     assert tokenizer.eos_token_ids == (tokenizer.encode("<eos>")[0],)
     again, _ = load_pretrained(build_policy_folder(tmp_path / "again", seed=1))
     other, _ = load_pretrained(build_policy_folder(tmp_path / "other", seed=2))
-    for a, b, c in zip(
-        policy.parameters(), again.parameters(), other.parameters(), strict=True
-    ):
+    for a, b, c in zip(policy.parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.dim() == 1 or not torch.equal(a, c)
 

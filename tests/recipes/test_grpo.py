@@ -75,18 +75,18 @@ def test_equal_seeds_give_equal_runs(run_grpo):
 def test_it_learns(run_grpo, algorithm):
     """Warm start, then reinforcement: both raise the reward, the second on sampled prompts only."""
     _, folder = run_grpo(
-        "--warm_start.steps=20",
-        "--steps=25",
+        "--warm_start.steps=25",
+        "--steps=40",
         f"--algorithm.name={algorithm}",
-        "--optimizer.max_grad_norm=1.0",
         "--rollout.prompts_per_step=16",
+        "--rollout.group_size=8",
     )
     steps = training_records(folder)
     rewards = [record["reward"] for record in steps]
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
     supervised = [r for r in records(folder) if "warm_start/actor/pg_loss" in r]
     assert supervised[-1]["warm_start/actor/pg_loss"] < supervised[0]["warm_start/actor/pg_loss"]
-    assert steps[0]["rollout/policy_version"] == 20
+    assert steps[0]["rollout/policy_version"] == 25
 
 
 def test_all_rewards_equal_changes_nothing_and_is_no_nan(run_grpo, monkeypatch):

@@ -4,7 +4,7 @@ the trainer and one engine of a colocation in this process, without Ray."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -133,8 +133,7 @@ class LocalColocation:
         engine: EngineConfig,
     ) -> None:
         torch.set_num_threads(1)
-        self.trainer = TrainerActor(str(model_folder), trainer)
-        torch.set_num_threads(1)
+        self.trainer = TrainerActor(str(model_folder), replace(trainer, num_threads=1))
         self.pool = LocalPool(attach_engine(self.trainer.weights(), engine))
         self.tokenizer = PolicyTokenizer.from_folder(model_folder)
 
