@@ -32,7 +32,7 @@ class AttentionBackend(Protocol):
 
     name: str
     exact: bool
-    """Whether a token's bits depend on its own keys and values alone (`attention.probe` checks)."""
+    """Whether a token's bits depend on its own keys and values alone (tests/attention checks)."""
 
     def plan(self, metadata: AttentionMetadata, group: int, device: torch.device) -> Any:
         """Prepare one step, once for all layers. `group` = query heads per key/value head."""

@@ -15,15 +15,19 @@ import torch
 from torch import Tensor, nn
 
 
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+
+
 def matmul_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` whose rows do not depend on the other rows. No autograd.
 
     x `[rows, in]`, weight `[out, in]`, result `[rows, out]`. On a CPU in fp32 this is oneDNN's
     linear as torch ships it: a row's result was found bitwise equal for every number of rows
     from 2 to 8,192, any position and 1 or 2 threads; a single row takes another path and is
-    therefore padded to two. `attention.probe` re-checks this on the machine at hand.
+    therefore padded to two. tests/rollout/test_fusion.py checks it on the machine at hand.
+    Elsewhere it is torch's own linear, whose rows may depend on their number.
     """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not _HAS_ONEDNN:
         return torch.nn.functional.linear(x, weight, bias)
     rows = x.shape[0]
     if rows == 1:

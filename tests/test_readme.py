@@ -1,0 +1,45 @@
+"""The README's examples are run as they are printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rollout import save_pretrained
+from tests.folders import word_tokenizer
+from tests.models import tiny_model
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def example(name: str) -> str:
+    pattern = rf"<!-- example: {name} -->\n```python\n(.*?)```"
+    found = re.search(pattern, README.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None, f"README.md has no example {name!r}"
+    return found[1]
+
+
+@pytest.fixture
+def model_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "path/to/hf/folder"
+    folder.parent.mkdir(parents=True)
+    save_pretrained(tiny_model(), folder, word_tokenizer())
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_one_process(model_folder):
+    names: dict[str, object] = {}
+    exec(example("one process"), names)
+    for scored, rollout in zip(names["logprobs"], names["rollouts"], strict=True):
+        assert scored.detach().tolist() == rollout.logprobs
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_actors(model_folder):
+    names: dict[str, object] = {}
+    exec(example("actors"), names)
+    assert names["stats"]["sampling/sampling_logp_difference/max"] == 0
+    assert names["stats"]["rollout/policy_version"] == 1
