@@ -21,6 +21,7 @@ def ray_session() -> Iterator[None]:
     """A Ray of this session's own; `Colocation` uses it and leaves it running."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=200 << 20,

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 

@@ -1,0 +1,164 @@
+"""End to end over real Ray actors: shared weights, publication, faults, the end of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+
+from rollout import EngineConfig, RolloutEngine, SamplingParams, load_pretrained, save_pretrained
+from tests.folders import word_tokenizer
+from tests.models import tiny_model
+from trainer_bridge import Colocation, TrainerConfig, score
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+PROMPTS = [[5, 6, 7], [9] * 40, [30, 2], [8], [11, 12, 13, 14], [70] * 17]
+PARAMS = SamplingParams(n=4, max_tokens=24, seed=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("policy") / "model"
+    save_pretrained(tiny_model(), path, word_tokenizer())
+    return path
+
+
+def start(folder: Path, actors: int = 2) -> Colocation:
+    return Colocation(
+        folder,
+        rollout_actors=actors,
+        trainer=TrainerConfig(learning_rate=1e-3, num_threads=1),
+        engine=EngineConfig(max_batch_size=8, num_threads=1),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(folder, ray_session):
+    with start(folder) as colocation:
+        yield colocation
+
+
+def in_process(folder: Path, policy_version: int = 0) -> list:
+    model, tokenizer = load_pretrained(folder)
+    engine = RolloutEngine(model, tokenizer, policy_version=policy_version)
+    return engine.run_batch(PROMPTS, PARAMS, return_details=True)
+
+
+def advantages(batch) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(len(batch)).astype(np.float32)
+
+
+def scale_norm(model, factor: float = 1.5) -> str:
+    model.model.norm.weight.mul_(factor)
+    return "scaled"
+
+
+def test_a_step_over_actors(folder, run, tmp_path):
+    """L5, L6, W1, W6: the whole circle, each stage against an engine without actors."""
+    batch = run.pool.run_batch(PROMPTS, PARAMS)
+    assert list(batch) == in_process(folder)
+
+    stats = run.trainer.step(batch, advantages(batch), algorithm="grpo")
+    assert stats["sampling/sampling_logp_difference/max"] == 0
+    assert stats["sampling/importance_sampling_ratio/max"] == 1
+    assert stats["sampling/importance_sampling_ratio/min"] == 1
+    assert stats["publication/bytes_copied"] == 0
+    assert run.trainer.policy_version == 1
+
+    after = run.pool.run_batch(PROMPTS, PARAMS)
+    assert run.trainer.save_checkpoint(str(tmp_path / "after")) == 1
+    assert list(after) == in_process(tmp_path / "after", policy_version=1)
+    assert after.logprobs.tolist() != batch.logprobs.tolist()
+    model, _ = load_pretrained(tmp_path / "after")
+    scored = torch.cat(score(model, after)).detach().numpy()
+    assert np.array_equal(scored, after.logprobs)
+
+    assert run.trainer.apply_weight_update(None, scale_norm) == "scaled"
+    assert {s.version for r in run.pool.run_batch(PROMPTS, PARAMS) for s in r.version_spans} == {2}
+    assert {stats["policy_version"] for stats in run.pool.get_stats()} == {2}
+
+
+def test_one_actor_gives_the_same(folder):
+    """L5: the number of actors changes no bit."""
+    with start(folder, actors=1) as alone:
+        assert list(alone.pool.run_batch(PROMPTS, PARAMS)) == in_process(folder)
+
+
+def test_a_bad_prompt_fails_alone(run):
+    """S14, R6: over the wire too, ids beyond int32 included."""
+    good = run.pool.run_batch([[5, 6, 7], [8]], PARAMS)
+    mixed = run.pool.run_batch([[5, 6, 7], [2**40], [8], []], PARAMS)
+    assert [r.error_reason for r in mixed][::4] == [
+        None, "token_out_of_vocabulary", None, "prompt_empty",
+    ]
+    assert mixed.select([*range(4), *range(8, 12)]).token_ids.tolist() == good.token_ids.tolist()
+
+
+def test_stats_are_answered_while_a_batch_runs(run):
+    long = SamplingParams(n=8, max_tokens=200, seed=1, ignore_eos=True)
+    worker = threading.Thread(target=run.pool.run_batch, args=(PROMPTS, long))
+    worker.start()
+    seen = 0
+    while worker.is_alive():
+        seen = max(seen, sum(s["requests_running"] for s in run.pool.get_stats()))
+    worker.join()
+    assert seen > 0
+
+
+def test_a_killed_actor_changes_no_token(folder):
+    """F1: SIGKILL in the middle of a batch; the others compute its prompts, same bits."""
+    long = SamplingParams(n=8, max_tokens=200, seed=1, ignore_eos=True)
+    with start(folder) as colocation:
+        expected = list(colocation.pool.run_batch(PROMPTS, long))
+        victim = ray.get(colocation._handles[1].describe.remote())["pid"]
+        found: list = []
+        worker = threading.Thread(
+            target=lambda: found.extend(colocation.pool.run_batch(PROMPTS, long))
+        )
+        worker.start()
+        while not any(s["requests_running"] for s in colocation.pool.get_stats()):
+            time.sleep(0.01)
+        os.kill(victim, signal.SIGKILL)
+        worker.join(120)
+        assert found == expected
+        assert colocation.pool.alive == ["rollout-1"]
+
+
+def test_nothing_is_left_behind(folder):
+    """F4 (orderly part): no process of the run remains, and with them no shared memory."""
+    with start(folder) as colocation:
+        pids = [colocation.trainer.get_stats()["pid"]]
+        pids += [ray.get(h.describe.remote())["pid"] for h in colocation._handles[1:]]
+        assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
+        memory = colocation.memory()
+        assert memory.keys() == {"trainer", "rollout-0", "rollout-1"}
+        assert all(uss > 0 for uss in memory.values())
+    deadline = time.monotonic() + 20
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_wrong_folders_fail_before_anything_starts(tmp_path):
+    """F6: one sentence."""
+    with pytest.raises(RuntimeError, match="config.json"):
+        Colocation(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="rollout_actors"):
+        Colocation(tmp_path, rollout_actors=0)
+
+
+def test_an_error_in_the_trainer_comes_through(run):
+    with pytest.raises(ValueError, match="shape"):
+        batch = run.pool.run_batch([[5]], SamplingParams(max_tokens=2))
+        run.trainer.step(batch, np.zeros(3, np.float32), algorithm="grpo")
+    with pytest.raises(TypeError, match="callable"):
+        run.trainer.apply_weight_update(None, "no function")

@@ -1,0 +1,137 @@
+"""L6: the trainer's log-probs are the engine's, bit for bit, and carry the right gradient."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rollout import Rollout, RolloutBatch, RolloutEngine, SamplingParams
+from tests.models import VOCABULARY, tiny_model
+from trainer_bridge import score
+
+
+def workload(count: int = 8, longest: int = 120) -> list[list[int]]:
+    rng = random.Random(3)
+    return [
+        [rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, longest))] for _ in range(count)
+    ]
+
+
+def largest_difference(model, found: list[Rollout], **settings: object) -> float:
+    scored = score(model, found, **settings)
+    return max(
+        float((s.detach() - torch.tensor(r.logprobs)).abs().max())
+        for s, r in zip(scored, found, strict=True)
+        if r.token_ids
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_equals_trainer(family, temperature):
+    """L6: across batch limits, chunks and preemption on one side, packs and threads on the other."""
+    model = tiny_model(family)
+    engine = RolloutEngine(model, max_batch_size=5, max_num_batched_tokens=50, num_kv_blocks=20)
+    params = SamplingParams(n=3, max_tokens=40, temperature=temperature, seed=1)
+    found = engine.run_batch(workload(), params, return_details=True)
+    assert engine.get_stats()["preemptions"] > 0
+    before = torch.get_num_threads()
+    try:
+        for threads, tokens in ((1, 100_000), (2, 100)):
+            torch.set_num_threads(threads)
+            difference = largest_difference(
+                model, found, temperature=temperature, micro_batch_tokens=tokens
+            )
+            assert difference == 0
+    finally:
+        torch.set_num_threads(before)
+    assert largest_difference(model, found) == 0  # at the temperature the rollouts remember
+
+
+def test_without_invariant_attention_they_differ():
+    """L7: the control: only the trainer's attention is replaced."""
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch(
+        workload(), n=2, max_tokens=40, seed=1, return_details=True
+    )
+    assert 0 < largest_difference(model, found, attention_backend="reference") < 1e-3
+
+
+def test_greedy_is_scored_at_temperature_one():
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch(
+        workload(3), max_tokens=10, temperature=0.0, return_details=True
+    )
+    assert all(r.sampling_logprobs == [0.0] * len(r.token_ids) for r in found)
+    assert largest_difference(model, found) == 0
+
+
+def test_filters_move_only_the_sampling_logprob():
+    """L4: `logprobs` stays what the trainer recomputes."""
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch(
+        workload(3), max_tokens=10, top_k=5, min_tokens=3, seed=0, return_details=True
+    )
+    assert largest_difference(model, found) == 0
+    assert any(r.logprobs != r.sampling_logprobs for r in found)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_shared_prompt_gives_the_gradient_of_separate_ones(family):
+    model = tiny_model(family)
+    found = RolloutEngine(model).run_batch(
+        workload(3, 60), n=4, max_tokens=20, seed=1, return_details=True
+    )
+    torch.cat(score(model, found)).sum().backward()
+    shared = gradients(model)
+    for rollout in found:
+        score(model, [rollout])[0].sum().backward()
+    separate = gradients(model)
+    for name, gradient in separate.items():
+        scale = float(gradient.abs().max())
+        assert float((shared[name] - gradient).abs().max()) <= 1e-5 * scale, name
+
+
+def test_gradient_against_stock_autograd():
+    """The custom forwards differentiate like the plain operations in float64."""
+    model = tiny_model("qwen2", num_hidden_layers=2)
+    found = RolloutEngine(model).run_batch([[5, 9, 8]], max_tokens=12, seed=1, return_details=True)
+    score(model, found)[0].sum().backward()
+    own = gradients(model)
+    exact = tiny_model("qwen2", num_hidden_layers=2).double()
+    score(exact, found, attention_backend="reference")[0].sum().backward()
+    for name, gradient in gradients(exact).items():
+        scale = float(gradient.abs().max())
+        assert float((own[name].double() - gradient).abs().max()) <= 2e-4 * scale, name
+
+
+def test_rollouts_of_different_prompts_are_never_merged():
+    """Two calls both number their prompts from 0."""
+    model = tiny_model()
+    engine = RolloutEngine(model)
+    one = engine.run_batch([[5, 6, 7]], max_tokens=6, seed=0, return_details=True)
+    two = engine.run_batch([[9, 8]], max_tokens=6, seed=0, return_details=True)
+    assert largest_difference(model, one + two) == 0
+    assert RolloutBatch.from_rollouts(one + two).num_prompts == 2
+
+
+def test_a_rejected_rollout_scores_nothing():
+    """R6: it holds its place, empty."""
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch([[5], [], [6]], max_tokens=3, return_details=True)
+    scored = score(model, found)
+    assert [len(s) for s in scored] == [len(r.token_ids) for r in found]
+    assert len(scored[1]) == 0
+
+
+def test_temperature_must_be_positive():
+    with pytest.raises(ValueError, match="temperature"):
+        score(tiny_model(), [], temperature=0.0)
