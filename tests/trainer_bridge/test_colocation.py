@@ -150,7 +150,7 @@ def test_nothing_is_left_behind(folder):
 
 def test_wrong_folders_fail_before_anything_starts(tmp_path):
     """F6: one sentence."""
-    with pytest.raises(RuntimeError, match="config.json"):
+    with pytest.raises(RuntimeError, match=r"config\.json"):
         Colocation(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="rollout_actors"):
         Colocation(tmp_path, rollout_actors=0)

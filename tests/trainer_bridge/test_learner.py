@@ -51,7 +51,7 @@ def advantages_for(batch: RolloutBatch) -> np.ndarray:
 
 
 def test_first_minibatch_is_exactly_on_policy():
-    """L6, R12: ratio exactly 1, difference exactly 0; the next minibatch is off-policy (control)."""
+    """L6: ratio exactly 1, difference exactly 0; the second pass is off-policy (control)."""
     bench = Bench(num_iterations=2)
     batch = bench.batch()
     stats = bench.learner.step(batch, advantages_for(batch), "grpo")

@@ -31,7 +31,7 @@ def largest_difference(model, found: list[Rollout], **settings: object) -> float
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_engine_equals_trainer(family, temperature):
-    """L6: across batch limits, chunks and preemption on one side, packs and threads on the other."""
+    """L6: whatever batch limits, chunks, preemption here, and packs and threads there."""
     model = tiny_model(family)
     engine = RolloutEngine(model, max_batch_size=5, max_num_batched_tokens=50, num_kv_blocks=20)
     params = SamplingParams(n=3, max_tokens=40, temperature=temperature, seed=1)
@@ -48,6 +48,44 @@ def test_engine_equals_trainer(family, temperature):
     finally:
         torch.set_num_threads(before)
     assert largest_difference(model, found) == 0  # at the temperature the rollouts remember
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_group_sizes_prompt_lengths_and_packs(n, temperature, threads):
+    """L6: prompts of 1 to 150 tokens, block borders among them, in packs of every size."""
+    model = tiny_model("qwen3", tie_word_embeddings=n % 2 == 0)
+    rng = random.Random(n)
+    lengths = [1, 15, 16, 17, 150, *(rng.randint(1, 150) for _ in range(3))]
+    prompts = [[rng.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
+    engine = RolloutEngine(model, max_batch_size=6, max_num_batched_tokens=37, num_kv_blocks=30)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = engine.run_batch(
+            prompts, n=n, max_tokens=20, temperature=temperature, seed=n, return_details=True
+        )
+        torch.set_num_threads(3 - threads)
+        for tokens in (1, 64, 700, 100_000):
+            assert largest_difference(model, found, micro_batch_tokens=tokens) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_prompts_with_parameters_of_their_own():
+    """L6, L11: temperatures, greedy and group sizes mixed in one batch and in one pack."""
+    model = tiny_model("llama")
+    params = [
+        SamplingParams(n=1 + i % 3, temperature=t, max_tokens=15, seed=i)
+        for i, t in enumerate((1.0, 0.7, 0.0, 1.3, 0.7, 1.0))
+    ]
+    found = RolloutEngine(model).run_batch(workload(6), params, return_details=True)
+    assert largest_difference(model, found) == 0
+    assert largest_difference(model, found, temperature=1.0) > 0.01  # the control
+    shuffled = found.copy()
+    random.Random(0).shuffle(shuffled)
+    assert largest_difference(model, shuffled, micro_batch_tokens=150) == 0
 
 
 def test_without_invariant_attention_they_differ():
@@ -135,3 +173,26 @@ def test_a_rejected_rollout_scores_nothing():
 def test_temperature_must_be_positive():
     with pytest.raises(ValueError, match="temperature"):
         score(tiny_model(), [], temperature=0.0)
+
+
+def test_the_same_call_twice_is_scored_twice():
+    """Rollouts with one prompt index *and* one prompt share it, and still are scored each."""
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch([[5, 6, 7]], max_tokens=6, seed=0, return_details=True)
+    assert largest_difference(model, found * 3) == 0
+    assert RolloutBatch.from_rollouts(found * 3).num_prompts == 1
+
+
+def test_graphs_of_all_packs_are_kept():
+    """Each score can be differentiated alone, whichever pack it came from."""
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch(
+        workload(3, 30), n=2, max_tokens=8, seed=1, return_details=True
+    )
+    torch.cat(score(model, found)).sum().backward()
+    expected = gradients(model)
+    for scored in score(model, found, micro_batch_tokens=20):
+        scored.sum().backward(retain_graph=True)
+    for name, gradient in gradients(model).items():
+        scale = float(gradient.abs().max())
+        assert float((expected[name] - gradient).abs().max()) <= 1e-5 * scale, name

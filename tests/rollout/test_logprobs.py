@@ -1,0 +1,61 @@
+"""The log-prob function of both sides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout import logprobs as module
+from rollout.logprobs import gather_logprobs, normalizer, score_rows, tempered
+from rollout.model.fusion import matmul_rows
+
+
+def case(rows: int = 37, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 24, generator=generator, dtype=dtype)
+    weight = torch.randn(301, 24, generator=generator, dtype=dtype)
+    tokens = torch.randint(0, 301, (rows,), generator=generator)
+    temperature = torch.rand(rows, generator=generator) + 0.5
+    return hidden, weight, tokens, temperature
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 10, 256])
+def test_bits_are_those_of_the_engines_path(chunk, monkeypatch):
+    """L6: chunks of any size, against logits of all rows at once."""
+    monkeypatch.setattr(module, "ROWS_PER_CHUNK", chunk)
+    hidden, weight, tokens, temperature = case()
+    scaled = tempered(matmul_rows(hidden, weight), temperature)
+    expected = gather_logprobs(scaled, normalizer(scaled), tokens)
+    assert torch.equal(score_rows(hidden, weight, tokens, temperature)[0], expected)
+
+
+def test_values_and_entropy():
+    hidden, weight, tokens, temperature = case()
+    logprobs, entropy = score_rows(hidden, weight, tokens, temperature)
+    log_p = ((hidden @ weight.t()) / temperature[:, None]).log_softmax(-1)
+    assert torch.allclose(logprobs, log_p.gather(1, tokens[:, None])[:, 0], atol=1e-4)
+    assert torch.allclose(entropy, -(log_p.exp() * log_p).sum(-1), atol=1e-4)
+    assert (logprobs <= 0).all()
+
+
+@pytest.mark.parametrize("use_entropy", [False, True])
+def test_gradients(use_entropy):
+    hidden, weight, tokens, temperature = case()
+    coefficient = torch.randn(37, generator=torch.Generator().manual_seed(1))
+
+    def gradients(function, dtype):
+        h = hidden.to(dtype).requires_grad_()
+        w = weight.to(dtype).requires_grad_()
+        logprobs, entropy = function(h, w)
+        loss = (logprobs * coefficient.to(dtype)).sum()
+        if use_entropy:
+            loss = loss + (entropy * coefficient.flip(0).to(dtype)).sum()
+        return torch.autograd.grad(loss, (h, w))
+
+    def dense(h, w):
+        log_p = ((h @ w.t()) / temperature[:, None].double()).log_softmax(-1)
+        return log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    own = gradients(lambda h, w: score_rows(h, w, tokens, temperature), torch.float32)
+    for got, exact in zip(own, gradients(dense, torch.float64), strict=True):
+        assert torch.allclose(got.double(), exact, atol=1e-4, rtol=1e-4)
