@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+DEFAULT_KV_BYTES = 2 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -24,6 +26,34 @@ class KVShape:
     def block_bytes(self) -> int:
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return per_token * self.block_size * self.dtype.itemsize
+
+
+def num_blocks(
+    shape: KVShape,
+    max_batch_size: int,
+    max_seq_len: int,
+    num_kv_blocks: int | None,
+    kv_cache_bytes: int | None,
+) -> int:
+    """Blocks for a budget given as usable blocks or as bytes, the scratch block included.
+
+    With neither: enough for `max_batch_size` full sequences, at most `DEFAULT_KV_BYTES`.
+    """
+    if num_kv_blocks is not None and kv_cache_bytes is not None:
+        raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
+    if num_kv_blocks is not None:
+        blocks = num_kv_blocks + 1
+    elif kv_cache_bytes is not None:
+        blocks = kv_cache_bytes // shape.block_bytes
+    else:
+        full = max_batch_size * -(-max_seq_len // shape.block_size) + 1
+        blocks = min(full, DEFAULT_KV_BYTES // shape.block_bytes)
+    if blocks < 2:
+        raise ValueError(
+            f"the KV budget holds {blocks} blocks of {shape.block_bytes} bytes; "
+            "it needs one scratch block and at least one more"
+        )
+    return blocks
 
 
 class KVStorage:

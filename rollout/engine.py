@@ -15,7 +15,8 @@ import torch
 
 from attention import AttentionBackend, select_backend
 from kvcache import BlockPool, KVCacheManager
-from kvcache.storage import KVShape, KVStorage
+from kvcache.storage import KVShape, KVStorage, num_blocks
+from rollout.admission import AdmissionLimits
 from rollout.metrics import EngineMetrics
 from rollout.model import Decoder
 from rollout.policy import LocalGate, ParameterLeftArena, WeightGate
@@ -28,7 +29,6 @@ from rollout.tokenizer import Tokenizer
 T = TypeVar("T")
 
 IN_FLIGHT_MODES = ("refuse", "drain", "abort", "recompute", "keep")
-DEFAULT_KV_BYTES = 2 << 30
 
 
 class RolloutEngine:
@@ -101,7 +101,7 @@ class RolloutEngine:
             block_size,
             self.dtype,
         )
-        blocks = _kv_blocks(
+        blocks = num_blocks(
             self._shape, max_batch_size, self.max_seq_len, num_kv_blocks, kv_cache_bytes
         )
         self._storage = KVStorage(self._shape, blocks, self.device)
@@ -110,6 +110,9 @@ class RolloutEngine:
         self._scheduler = Scheduler(
             self._kv, max_batch_size, max(max_num_batched_tokens, max_batch_size),
             self.eos_token_ids,
+        )
+        self._limits = AdmissionLimits(
+            self.max_seq_len, model.config.vocab_size, self._kv.max_tokens
         )
         self._runner = ModelRunner(model, self._storage, self._backend, self.eos_token_ids)
         self._metrics = EngineMetrics()
@@ -180,7 +183,7 @@ class RolloutEngine:
         with self._lock:
             requests = []
             for task in tasks:
-                problem = self._problem(task)
+                problem = self._limits.problem(task)
                 for sample in range(task.params.n):
                     request = Request(self._next_request_id, task, sample)
                     self._next_request_id += 1
@@ -188,45 +191,9 @@ class RolloutEngine:
                     if problem is not None:
                         self._scheduler.reject(request, *problem)
                         continue
-                    request.max_total_tokens = min(self.max_seq_len, self._kv_token_capacity + 1)
+                    request.max_total_tokens = self._limits.max_total_tokens
                     self._scheduler.add(request)
             return requests
-
-    @property
-    def _kv_token_capacity(self) -> int:
-        """Tokens one request alone can hold KV for; the scratch block holds none."""
-        return (self._storage.num_blocks - 1) * self._shape.block_size
-
-    def _problem(self, task: PromptTask) -> tuple[str, str] | None:
-        """Why a prompt can never be served: a name and a sentence; None if it can."""
-        length, vocabulary = len(task.token_ids), self.model.config.vocab_size
-        if length == 0:
-            return "prompt_empty", "the prompt has no tokens; pass at least one (for example BOS)"
-        if length >= self.max_seq_len:
-            return "prompt_too_long", (
-                f"the prompt has {length} tokens and max_seq_len is {self.max_seq_len}: "
-                "no room for a new token"
-            )
-        wanted = task.params.max_tokens
-        if wanted is not None and wanted <= 0:
-            return "max_tokens_non_positive", f"max_tokens is {wanted}; ask for at least 1"
-        outside = next((t for t in task.token_ids if not 0 <= t < vocabulary), None)
-        if outside is not None:
-            return "token_out_of_vocabulary", (
-                f"token id {outside} is outside the vocabulary of {vocabulary}"
-            )
-        outside = next((t for t in task.params.stop_token_ids if not 0 <= t < vocabulary), None)
-        if outside is not None:
-            return "token_out_of_vocabulary", (
-                f"stop token id {outside} is outside the vocabulary of {vocabulary}"
-            )
-        needed = length if wanted is None else min(length + wanted - 1, self.max_seq_len - 1)
-        if needed > self._kv_token_capacity:
-            return "kv_cache_too_small", (
-                f"the request needs KV for {needed} tokens and the cache holds "
-                f"{self._kv_token_capacity}; raise num_kv_blocks or lower max_tokens"
-            )
-        return None
 
     def _step(self) -> None:
         """One step of whatever is queued. The weights are held still from plan to commit."""
@@ -387,28 +354,3 @@ def _checked_dtype(model: Decoder, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is not None and dtype != own:
         raise ValueError(f"dtype={dtype}, but the model's parameters are {own}; load it so")
     return own
-
-
-def _kv_blocks(
-    shape: KVShape,
-    max_batch_size: int,
-    max_seq_len: int,
-    num_kv_blocks: int | None,
-    kv_cache_bytes: int | None,
-) -> int:
-    """Number of blocks, the scratch block included."""
-    if num_kv_blocks is not None and kv_cache_bytes is not None:
-        raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
-    if num_kv_blocks is not None:
-        blocks = num_kv_blocks + 1
-    elif kv_cache_bytes is not None:
-        blocks = kv_cache_bytes // shape.block_bytes
-    else:
-        full = max_batch_size * -(-max_seq_len // shape.block_size) + 1
-        blocks = min(full, DEFAULT_KV_BYTES // shape.block_bytes)
-    if blocks < 2:
-        raise ValueError(
-            f"the KV budget holds {blocks} blocks of {shape.block_bytes} bytes; "
-            "it needs one scratch block and at least one more"
-        )
-    return blocks

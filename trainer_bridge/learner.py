@@ -18,7 +18,7 @@ from rollout.model import Decoder
 from rollout.rollout_batch import RolloutBatch
 from trainer_bridge.algorithm import Algorithm, resolve_algorithm
 from trainer_bridge.metrics import StepMetrics
-from trainer_bridge.publication import PublicationReceipt
+from trainer_bridge.receipt import PublicationReceipt
 from trainer_bridge.scoring import score_micro_batch
 from trainer_bridge.trainer_config import TrainerConfig
 from trainer_bridge.trajectory import MicroBatch, micro_batches

@@ -21,7 +21,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock, get_ident
 from typing import TypeVar
 
@@ -39,6 +38,7 @@ from trainer_bridge.control_page import ControlPage, State
 from trainer_bridge.file_lock import FileLock
 from trainer_bridge.gate_settings import GateSettings
 from trainer_bridge.memory import MemoryHandle
+from trainer_bridge.receipt import PublicationReceipt
 from trainer_bridge.step_reader import StepReader
 from trainer_bridge.writer_lock import QuiesceTimeout, WriterLock
 
@@ -53,17 +53,6 @@ __all__ = [
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PublicationReceipt:
-    """What one publication did. `bytes_copied` counts the undo copy; without one it is 0."""
-
-    version: int
-    tensors: int
-    bytes_copied: int
-    wait_s: float  # for the readers' step boundary
-    update_s: float  # inside the gate
 
 
 class SharedGate:

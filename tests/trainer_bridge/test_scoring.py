@@ -73,6 +73,24 @@ def test_group_sizes_prompt_lengths_and_packs(n, temperature, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_widths_of_a_real_model(threads):
+    """L6: sums long enough that matrix kernels split them differently for few and many rows."""
+    model = tiny_model(
+        "llama", vocab_size=5000, hidden_size=576, intermediate_size=1536, num_hidden_layers=2,
+        num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+    )
+    engine = RolloutEngine(model, max_batch_size=7, max_num_batched_tokens=90)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = engine.run_batch(workload(6), n=2, max_tokens=16, seed=1, return_details=True)
+        for tokens in (50, 100_000):
+            assert largest_difference(model, found, micro_batch_tokens=tokens) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_prompts_with_parameters_of_their_own():
     """L6, L11: temperatures, greedy and group sizes mixed in one batch and in one pack."""
     model = tiny_model("llama")
