@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from attention import AttentionBackend, select_backend
 from kvcache import BlockPool, KVCacheManager
 from kvcache.storage import KVShape, KVStorage, num_blocks
 from rollout.admission import AdmissionLimits
+from rollout.fair_lock import FairLock
 from rollout.metrics import EngineMetrics
 from rollout.model import Decoder
 from rollout.policy import LocalGate, ParameterLeftArena, WeightGate
@@ -117,7 +117,7 @@ class RolloutEngine:
         self._runner = ModelRunner(model, self._storage, self._backend, self.eos_token_ids)
         self._metrics = EngineMetrics()
         self._addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-        self._lock = threading.RLock()  # guards everything below and all scheduling
+        self._lock = FairLock()  # guards everything below and all scheduling
         self._planned_version = self._gate.version
         self._run_seed = run_seed
         self._next_uid = 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ActorFailure(RuntimeError):
@@ -35,9 +38,13 @@ def wait_for(reference: Any, actor: str, phase: str, timeout_s: float) -> Any:
     except RayTaskError as error:
         raise error.as_instanceof_cause() from None
     except RayActorError as error:
-        raise ActorDied(f"{actor} died during {phase!r}: {_first_line(error)}") from None
+        raise ActorDied(f"{actor} died during {phase!r}: {_cause(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _cause(error: Exception) -> str:
+    """One line of Ray's report: its last, the exception itself, if the constructor raised; else
+    its first, which says how the process ended."""
+    lines = [line.strip() for line in _ANSI.sub("", str(error)).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if "creation task" in lines[0] else lines[0]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,11 @@ ONLY_IN = {
     "accelerate": {"trainer_bridge/learner.py"},
 }
 TORCH_FREE = [
-    *(f"kvcache/{name}.py" for name in ("block", "keys", "manager", "pool", "table")),
+    *(
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "kvcache").glob("*.py"))
+        if path.name != "storage.py"
+    ),
     *(
         f"rollout/{name}.py"
         for name in (
@@ -70,6 +77,54 @@ def test_the_check_can_fail():
     assert wrong_arrows({"rollout/engine.py": imported(source)}) == [
         "rollout/engine.py imports trainer_bridge"
     ]
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "wrong"),
+    [
+        ("attention/tiled.py", "import kvcache.block", "kvcache"),
+        ("kvcache/storage.py", "from attention import x", "attention"),
+        ("kvcache/pool.py", "import rollout as r", "rollout"),
+        ("rollout/pool.py", "if True:\n    import trainer_bridge, os", "trainer_bridge"),
+        ("trainer_bridge/learner.py", "try:\n    import recipes.algorithms\nfinally: 0", "recipes"),
+        ("trainer_bridge/scoring.py", "from kvcache.pool import BlockPool", "kvcache"),
+        ("recipes/grpo.py", "from attention import select_backend", "attention"),
+    ],
+)
+def test_every_arrow_is_watched(file, source, wrong):
+    """The check can fail, for each arrow and each form of import."""
+    assert wrong_arrows({file: imported(source)}) == [f"{file} imports {wrong}"]
+
+
+def test_what_is_allowed_passes():
+    source = "from __future__ import annotations\nfrom rollout import engine\nimport torch.nn"
+    assert imported(source) == {"__future__", "rollout", "torch"}
+    assert wrong_arrows({"recipes/grpo.py": imported(source)}) == []
+
+
+def test_no_relative_import_hides_an_arrow():
+    """`imported` reads absolute names, and those are all there are."""
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                assert not (isinstance(node, ast.ImportFrom) and node.level), path
+
+
+@pytest.mark.parametrize(("package", "absent"), [
+    ("kvcache", ("torch", "ray")),
+    ("attention", ("ray", "accelerate", "kvcache", "rollout")),
+    ("rollout", ("ray", "accelerate", "trainer_bridge")),
+    ("rollout.actor", ("ray", "trainer_bridge", "recipes")),
+    ("trainer_bridge.learner", ("recipes", "datasets", "wandb")),
+])
+def test_an_import_brings_nothing_else_along(package, absent):
+    """What a process really loads, through however many files."""
+    code = f"import sys, {package}; print(*(m for m in {absent} if m in sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == []
 
 
 @pytest.mark.parametrize("library", ONLY_IN)

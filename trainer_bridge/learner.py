@@ -89,13 +89,14 @@ class Learner:
         metrics = StepMetrics()
         started = time.perf_counter()
         size = self._config.minibatch_size or max(len(batch), 1)
-        for iteration in range(self._config.num_iterations):
+        first = True
+        for _ in range(self._config.num_iterations):
             for start in range(0, len(batch), size):
                 rollouts = np.arange(start, min(start + size, len(batch)))
                 if not batch.lengths[rollouts].sum():
                     continue
-                first = iteration == 0 and start == 0
                 self._minibatch(batch, rollouts, per_rollout, algorithm, metrics, first)
+                first = False
         metrics.set("rollout/policy_version", float(self._gate.version))
         metrics.set("timing_s/train", time.perf_counter() - started)
         return metrics.result()
@@ -112,8 +113,10 @@ class Learner:
         weights = np.zeros(len(batch), dtype=np.float32)
         weights[rollouts] = algorithm.token_weights(batch.lengths[rollouts])
         self.optimizer.zero_grad()
+        loss = 0.0
         for micro in micro_batches(batch, rollouts, self._config.micro_batch_tokens):
-            self._accumulate(batch, micro, advantages, weights, algorithm, metrics, first)
+            loss += self._accumulate(batch, micro, advantages, weights, algorithm, metrics, first)
+        metrics.mean("actor/pg_loss", loss)
         norm = self._gradient_norm()
         metrics.mean("actor/grad_norm", norm)
         metrics.set("actor/lr", self._schedule.get_last_lr()[0])
@@ -139,7 +142,8 @@ class Learner:
         algorithm: Algorithm,
         metrics: StepMetrics,
         first: bool,
-    ) -> None:
+    ) -> float:
+        """Add the gradient of one micro-batch; returns its part of the minibatch's loss."""
         device = next(self.model.parameters()).device
 
         def column(values: NDArray[np.float32], index: NDArray[np.int64]) -> Tensor:
@@ -157,7 +161,6 @@ class Learner:
         weight = column(weights, micro.rollout_index)
         loss = (losses.loss * weight).sum()
         self._accelerator.backward(loss)
-        metrics.add("actor/pg_loss", float(loss.detach()))
         metrics.mean_of("entropy", entropy.detach())
         for name, values in losses.metrics.items():
             metrics.mean_of(name, values)
@@ -165,6 +168,7 @@ class Learner:
             difference = logprobs.detach() - old_logprobs
             metrics.extremes("sampling/sampling_logp_difference", difference.abs())
             metrics.extremes("sampling/importance_sampling_ratio", difference.exp())
+        return float(loss.detach())
 
     def _gradient_norm(self) -> float:
         bound = self._config.max_grad_norm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -423,12 +424,13 @@ def mid_flight(engine: RolloutEngine, prompts: list[list[int]], in_flight: str, 
     """Start a batch in another thread and update after its tenth step."""
     found: list[list[Rollout]] = []
     forward, steps = type(engine.model).forward, itertools.count(1)
-    reached, updated = threading.Event(), threading.Event()
+    reached = threading.Event()
 
     def counting(self, *arguments):
         out = forward(self, *arguments)
         if next(steps) == 10:
             reached.set()
+            time.sleep(0.2)  # the update queues for the lock while this step runs
         return out
 
     def run() -> None:
@@ -444,7 +446,6 @@ def mid_flight(engine: RolloutEngine, prompts: list[list[int]], in_flight: str, 
         try:
             engine.apply_weight_update(None, update, in_flight=in_flight)
         finally:
-            updated.set()
             worker.join(60)
     engine.check_integrity()
     return found[0]

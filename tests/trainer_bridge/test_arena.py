@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gate_worker import context
 from torch import nn
 
 from rollout.policy import ParameterLeftArena, ReadOnlyWeights, WeightsError
+from tests.trainer_bridge.gate_worker import context
 from trainer_bridge.arena import ArenaHandle, ArenaLayout, TensorEntry, WeightArena
 
 

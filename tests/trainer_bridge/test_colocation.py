@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,9 +16,11 @@ import ray
 import torch
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams, load_pretrained, save_pretrained
+from rollout.policy import PoisonedWeights, ReadOnlyWeights
 from tests.folders import word_tokenizer
 from tests.models import tiny_model
 from trainer_bridge import Colocation, TrainerConfig, score
+from trainer_bridge.colocation import attach_engine
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -87,6 +90,57 @@ def test_a_step_over_actors(folder, run, tmp_path):
     assert {stats["policy_version"] for stats in run.pool.get_stats()} == {2}
 
 
+def test_the_promise_holds_step_after_step(run, tmp_path):
+    """L5, L6, W6: after every step the actors' rollouts are those of the checkpoint saved then."""
+    start_version = run.trainer.policy_version
+    batch = run.pool.run_batch(PROMPTS, PARAMS)
+    for step in range(1, 4):
+        stats = run.trainer.step(batch, advantages(batch), algorithm="rloo")
+        assert stats["sampling/sampling_logp_difference/max"] == 0
+        version = run.trainer.save_checkpoint(str(tmp_path / f"{step}"))
+        assert version == run.trainer.policy_version == start_version + step
+        batch = run.pool.run_batch(PROMPTS, PARAMS)
+        assert list(batch) == in_process(tmp_path / f"{step}", policy_version=version)
+    model, _ = load_pretrained(tmp_path / "3")
+    for temperature, n in ((0.7, 3), (1.3, 1)):
+        params = SamplingParams(n=n, max_tokens=9, temperature=temperature, seed=2)
+        found = run.pool.run_batch(PROMPTS, params)
+        scored = torch.cat(score(model, found, micro_batch_tokens=60)).detach().numpy()
+        assert np.array_equal(scored, found.logprobs)
+    stale, _ = load_pretrained(tmp_path / "2")  # the control: one step behind
+    assert not np.array_equal(torch.cat(score(stale, found)).detach().numpy(), found.logprobs)
+
+
+class Intruder:
+    """A process with all that a rollout actor has, which tries to write."""
+
+    def __init__(self, weights) -> None:
+        self.engine = attach_engine(weights, EngineConfig(num_threads=1))
+
+    def publish(self) -> int:
+        return self.engine.apply_weight_update(None, self.scale)
+
+    def scale(self) -> None:
+        with torch.no_grad():
+            self.engine.model.model.norm.weight.mul_(2)
+
+
+def test_a_rollout_process_cannot_write_the_weights(run):
+    """The gate refuses it; past the gate the page table does, and only that process ends."""
+    trainer = run._handles[0]
+    before = ray.get(trainer.checksum.remote())
+    expected = run.pool.run_batch(PROMPTS, PARAMS)
+    intruder = ray.remote(Intruder).options(num_cpus=0).remote(ray.get(trainer.weights.remote()))
+    with pytest.raises(ReadOnlyWeights):
+        ray.get(intruder.publish.remote(), timeout=60)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(intruder.scale.remote(), timeout=60)
+    assert ray.get(trainer.checksum.remote()) == before
+    assert list(run.pool.run_batch(PROMPTS, PARAMS)) == list(expected)
+    assert run.trainer.apply_weight_update(None, scale_norm) == "scaled"  # its lock went with it
+    assert run.trainer.policy_version == before[0] + 1
+
+
 def test_one_actor_gives_the_same(folder):
     """L5: the number of actors changes no bit."""
     with start(folder, actors=1) as alone:
@@ -104,7 +158,7 @@ def test_a_bad_prompt_fails_alone(run):
 
 
 def test_stats_are_answered_while_a_batch_runs(run):
-    long = SamplingParams(n=8, max_tokens=200, seed=1, ignore_eos=True)
+    long = SamplingParams(n=8, max_tokens=100, seed=1, ignore_eos=True)
     worker = threading.Thread(target=run.pool.run_batch, args=(PROMPTS, long))
     worker.start()
     seen = 0
@@ -116,7 +170,7 @@ def test_stats_are_answered_while_a_batch_runs(run):
 
 def test_a_killed_actor_changes_no_token(folder):
     """F1: SIGKILL in the middle of a batch; the others compute its prompts, same bits."""
-    long = SamplingParams(n=8, max_tokens=200, seed=1, ignore_eos=True)
+    long = SamplingParams(n=8, max_tokens=100, seed=1, ignore_eos=True)
     with start(folder) as colocation:
         expected = list(colocation.pool.run_batch(PROMPTS, long))
         victim = ray.get(colocation._handles[1].describe.remote())["pid"]
@@ -133,8 +187,29 @@ def test_a_killed_actor_changes_no_token(folder):
         assert colocation.pool.alive == ["rollout-1"]
 
 
+def shared_memory(pids) -> set[int]:
+    """Inodes of our memfds that these processes hold; a process that is gone holds none."""
+    found = set()
+    for pid in pids:
+        try:
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                if "memfd:lockstep" in os.readlink(entry.path):
+                    found.add(os.stat(entry.path).st_ino)
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "memfd:lockstep" in line:
+                    found.add(int(line.split()[4]))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def break_down(model) -> None:
+    model.model.norm.weight.mul_(3)
+    raise ArithmeticError("half-way")
+
+
 def test_nothing_is_left_behind(folder):
-    """F4 (orderly part): no process of the run remains, and with them no shared memory."""
+    """F4 (orderly part), W3: not even after an update that broke down and poisoned the weights."""
     with start(folder) as colocation:
         pids = [colocation.trainer.get_stats()["pid"]]
         pids += [ray.get(h.describe.remote())["pid"] for h in colocation._handles[1:]]
@@ -142,16 +217,33 @@ def test_nothing_is_left_behind(folder):
         memory = colocation.memory()
         assert memory.keys() == {"trainer", "rollout-0", "rollout-1"}
         assert all(uss > 0 for uss in memory.values())
+        shared = shared_memory(pids)
+        assert len(shared) == 2 == len(shared_memory(pids[:1]))  # weights and control page
+        with pytest.raises(ArithmeticError, match="half-way"):
+            colocation.trainer.apply_weight_update(None, break_down)
+        with pytest.raises(PoisonedWeights, match="1"):
+            colocation.pool.run_batch(PROMPTS, PARAMS)
     deadline = time.monotonic() + 20
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(psutil.pid_exists, pids))
+    assert not shared & shared_memory(psutil.pids())
+
+
+def actors_alive() -> list[str]:
+    """Actor processes of this session's Ray."""
+    children = psutil.Process().children(recursive=True)
+    names = [" ".join(c.cmdline()) for c in children if c.status() != psutil.STATUS_ZOMBIE]
+    return [name for name in names if name.startswith(("ray::Trainer", "ray::Rollout"))]
 
 
 def test_wrong_folders_fail_before_anything_starts(tmp_path):
     """F6: one sentence."""
-    with pytest.raises(RuntimeError, match=r"config\.json"):
+    before = sorted(actors_alive())
+    with pytest.raises(RuntimeError, match=r"config\.json") as error:
         Colocation(tmp_path / "nowhere")
+    assert "nowhere" in str(error.value) and "\n" not in str(error.value)
+    assert sorted(actors_alive()) == before
     with pytest.raises(ValueError, match="rollout_actors"):
         Colocation(tmp_path, rollout_actors=0)
 
@@ -162,3 +254,20 @@ def test_an_error_in_the_trainer_comes_through(run):
         run.trainer.step(batch, np.zeros(3, np.float32), algorithm="grpo")
     with pytest.raises(TypeError, match="callable"):
         run.trainer.apply_weight_update(None, "no function")
+
+
+def test_a_broken_checkpoint_names_the_cause_and_leaves_no_actor(folder, tmp_path):
+    """F6: the weights are found to be broken in the trainer; the driver is told, in a sentence."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    before = sorted(actors_alive())
+    with pytest.raises(RuntimeError) as error, start(broken):
+        pass
+    message = str(error.value)
+    assert "model.safetensors" in message and "\n" not in message, message
+    deadline = time.monotonic() + 20
+    while sorted(actors_alive()) != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert sorted(actors_alive()) == before

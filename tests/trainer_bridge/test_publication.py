@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gate_worker import StartWorker, WorkerProcess, fill, values
 from torch import nn
 
 from rollout.policy import (
@@ -22,6 +21,7 @@ from rollout.policy import (
     UpdateBusy,
     WeightsError,
 )
+from tests.trainer_bridge.gate_worker import StartWorker, WorkerProcess, fill, values
 from trainer_bridge.arena import ArenaLayout, WeightArena
 from trainer_bridge.control_page import ControlPage
 from trainer_bridge.publication import GateSettings, QuiesceTimeout, SharedGate, State
