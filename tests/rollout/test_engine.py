@@ -507,3 +507,34 @@ def test_construction_errors(model):
         RolloutEngine(model).run_batch([[5]], temprature=0.5)
     assert RolloutEngine(model).backend_name == "tiled"
     assert RolloutEngine(model, kv_cache_bytes=10_000_000).cuda_graph_enabled is False
+
+
+def test_tokens_in_tokens_out(model):
+    """R1: nothing is encoded or decoded on the way; only EOS ids are asked of a tokenizer."""
+
+    class OnlyEos:
+        eos_token_ids = (EOS,)
+
+    prompts = random_prompts(3)
+    found = rollouts(RolloutEngine(model, OnlyEos()), prompts, max_tokens=8, seed=0)
+    assert [r.prompt_token_ids for r in found] == prompts
+    assert bits(found) == bits(rollouts(RolloutEngine(model), prompts, max_tokens=8, seed=0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_models_mode_is_left_alone(training, monkeypatch):
+    """R2: train or eval, also when a step raises; so are the parameters' requires_grad."""
+    model = tiny_model().train(training)
+    model.model.norm.weight.requires_grad_(False)
+    engine = RolloutEngine(model)
+    rollouts(engine, [[5, 6]], max_tokens=3)
+
+    def failing(*arguments: object) -> None:
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", failing)
+        with pytest.raises(OSError):
+            engine.run_batch([[5, 6]], max_tokens=3)
+    assert model.training is training and torch.is_grad_enabled()
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["model.norm.weight"]
