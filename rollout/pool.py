@@ -82,7 +82,8 @@ class RolloutPool:
 
     def get_stats(self) -> list[dict[str, Any]]:
         """Every live actor's counters, with its name."""
-        calls = {name: actor.get_stats.remote() for name, actor in self._actors.items()}
+        actors = list(self._actors.items())  # run_batch in another thread may drop a dead one
+        calls = {name: actor.get_stats.remote() for name, actor in actors}
         return [
             {"actor": name, **wait_for(call, name, "get_stats", 60.0)}
             for name, call in calls.items()
