@@ -12,7 +12,7 @@ is simply a run of slots that several rows name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,65 +26,89 @@ class AttentionMetadata:
 
     query_start_loc `[num_seqs + 1]`: where each sequence's queries start among the flat tokens.
     seq_lens `[num_seqs]`: keys of each sequence including this step's; its queries are the last.
-    block_table `[num_seqs, max_blocks]`: blocks of each sequence; entries past its end are 0.
+    block_table `[table rows, max_blocks]`: blocks of a sequence, in order; past its end anything
+        that is a block. Not copied: the engine's table is persistent, a plan is made from it anew.
     block_size: tokens per block; slot = block * block_size + offset.
+    table_rows `[num_seqs]`: the row of block_table that is each sequence's; None = 0, 1, 2, …
+
+    Derived, computed once: query_lens `[num_seqs]`; positions and token_sequence `[num_tokens]`,
+    the position of each query token in its sequence, and which sequence that is.
     """
 
     query_start_loc: IntArray
     seq_lens: IntArray
     block_table: IntArray
     block_size: int
+    table_rows: IntArray | None = None
+    query_lens: IntArray = field(init=False, repr=False, compare=False)
+    positions: IntArray = field(init=False, repr=False, compare=False)
+    token_sequence: IntArray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size}")
-        if len(self.query_start_loc) != len(self.seq_lens) + 1:
+        sequences = len(self.seq_lens)
+        if len(self.query_start_loc) != sequences + 1:
             raise ValueError(
                 f"query_start_loc has {len(self.query_start_loc)} entries for "
-                f"{len(self.seq_lens)} sequences; it needs one more than there are sequences"
+                f"{sequences} sequences; it needs one more than there are sequences"
             )
-        if np.any(self.query_lens < 1) or np.any(self.query_lens > self.seq_lens):
+        rows = sequences if self.table_rows is None else len(self.table_rows)
+        if rows != sequences or len(self.block_table) < sequences:
+            raise ValueError(
+                f"{rows} table_rows and {len(self.block_table)} rows of block_table for "
+                f"{sequences} sequences"
+            )
+        starts = self.query_start_loc
+        lens = starts[1:] - starts[:-1]
+        if (lens < 1).any() or (lens > self.seq_lens).any():
             raise ValueError("every sequence needs 1 <= queries <= seq_len")
-        if self.block_table.shape[1] * self.block_size < int(self.seq_lens.max(initial=0)):
+        longest = int(self.seq_lens.max(initial=0))
+        if self.block_table.shape[1] * self.block_size < longest:
             raise ValueError(
                 f"block_table holds {self.block_table.shape[1] * self.block_size} tokens a row, "
-                f"the longest sequence has {int(self.seq_lens.max())}"
+                f"the longest sequence has {longest}"
             )
+        first = self.seq_lens - starts[1:]
+        if self.num_tokens == sequences:  # decodes only
+            owner, positions = np.arange(sequences), self.seq_lens - 1
+        else:
+            owner = np.repeat(np.arange(sequences), lens)
+            positions = np.arange(self.num_tokens) + first[owner]
+        for name, value in (
+            ("query_lens", lens), ("positions", positions), ("token_sequence", owner)
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def num_tokens(self) -> int:
         return int(self.query_start_loc[-1])
 
-    @property
-    def query_lens(self) -> IntArray:
-        return np.diff(self.query_start_loc)
+    def slots(self, sequences: IntArray, start: int, stop: int) -> IntArray:
+        """Slots of positions [start, stop) of the named sequences `[n, stop - start]`.
 
-    @property
-    def positions(self) -> IntArray:
-        """Position of each query token in its own sequence `[num_tokens]`."""
-        starts = self.seq_lens - self.query_start_loc[1:]
-        return np.arange(self.num_tokens) + np.repeat(starts, self.query_lens)
-
-    @property
-    def token_sequence(self) -> IntArray:
-        """Index of the sequence each query token belongs to `[num_tokens]`."""
-        return np.repeat(np.arange(len(self.seq_lens)), self.query_lens)
-
-    def slot_table(self, width: int) -> IntArray:
-        """Slot of every position `[num_seqs, width]`; past a sequence's end some finite slot."""
-        blocks = -(-width // self.block_size)
-        table = self.block_table[:, :blocks]
-        if table.shape[1] < blocks:
-            table = np.pad(table, ((0, 0), (0, blocks - table.shape[1])))
-        slots = table[:, :, None] * self.block_size + np.arange(self.block_size)
-        return slots.reshape(len(table), -1)[:, :width]
+        Past a sequence's end some finite slot. `sequences` may name one several times.
+        """
+        size = self.block_size
+        rows = sequences if self.table_rows is None else self.table_rows[sequences]
+        first, last = start // size, -(-stop // size)
+        blocks = self.block_table[rows, first : min(last, self.block_table.shape[1])]
+        if blocks.shape[1] < last - first:
+            blocks = np.pad(blocks, ((0, 0), (0, last - first - blocks.shape[1])))
+        if size == 1:
+            return blocks
+        slots = (blocks * size)[:, :, None] + np.arange(size)
+        return slots.reshape(len(rows), -1)[:, start - first * size : stop - first * size]
 
     @property
     def slot_mapping(self) -> IntArray:
         """Slot in which each query token's own key and value are stored `[num_tokens]`."""
-        positions = self.positions
-        blocks = self.block_table[self.token_sequence, positions // self.block_size]
-        return blocks * self.block_size + positions % self.block_size
+        block, offset = np.divmod(self.positions, self.block_size)
+        rows = self.token_sequence
+        if self.table_rows is not None:
+            rows = self.table_rows[rows]
+        mapping: IntArray = self.block_table[rows, block] * self.block_size + offset
+        return mapping
 
     @staticmethod
     def packed(lengths: list[int]) -> AttentionMetadata:

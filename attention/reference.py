@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,8 @@ class ReferenceAttention:
     exact = False
 
     def plan(self, metadata: AttentionMetadata, group: int, device: torch.device) -> _Plan:
-        table = metadata.slot_table(int(metadata.seq_lens.max(initial=1)))
+        everyone = np.arange(len(metadata.seq_lens))
+        table = metadata.slots(everyone, 0, int(metadata.seq_lens.max(initial=1)))
         slots = [
             torch.from_numpy(row[:length].copy()).to(device)
             for row, length in zip(table, metadata.seq_lens.tolist(), strict=True)

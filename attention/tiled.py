@@ -138,22 +138,17 @@ class TiledAttention:
         real = offsets < lens[sequence, None]
         scatter[token[real]] = np.flatnonzero(real.reshape(-1))
 
-        num_rounds = -(-int(visible.max(initial=1)) // KEYS_PER_TILE)
-        slots = metadata.slot_table(num_rounds * KEYS_PER_TILE)
+        earliest = np.minimum.accumulate(position[:, 0])  # of the tiles up to this one
         rounds = []
-        for index in range(num_rounds):
-            first = index * KEYS_PER_TILE
+        for first in range(0, int(visible.max(initial=1)), KEYS_PER_TILE):
             count = int(np.searchsorted(-visible, -first, side="left"))
-            columns = slots[sequence[:count], first : first + KEYS_PER_TILE]
-            key_position = first + np.arange(KEYS_PER_TILE)
-            hidden = key_position > position[:count, :, None]
-            rounds.append(
-                _Round(
-                    count,
-                    torch.from_numpy(columns.reshape(-1)).to(device),
-                    torch.from_numpy(hidden[:, :, None, :]).to(device) if hidden.any() else None,
-                )
-            )
+            slots = metadata.slots(sequence[:count], first, first + KEYS_PER_TILE)
+            hidden = None
+            if first + KEYS_PER_TILE - 1 > earliest[count - 1]:
+                key_position = first + np.arange(KEYS_PER_TILE)
+                beyond = key_position > position[:count, :, None, None]
+                hidden = torch.from_numpy(beyond).to(device)
+            rounds.append(_Round(count, torch.from_numpy(slots.reshape(-1)).to(device), hidden))
         return _Plan(
             group,
             width,

@@ -4,11 +4,13 @@ Nothing imported here knows tensors; the KV storage itself is `kvcache.storage`.
 """
 
 from kvcache.block import SCRATCH_BLOCK_ID, Block, BlockError, FreeBlockList
-from kvcache.keys import block_keys, child_key, root_key
+from kvcache.keys import TokenIds, block_keys, child_key, root_key
 from kvcache.manager import KVCacheManager, PrefixStats
 from kvcache.pool import BlockPool, OutOfBlocks
+from kvcache.table import NEVER
 
 __all__ = [
+    "NEVER",
     "SCRATCH_BLOCK_ID",
     "Block",
     "BlockError",
@@ -17,6 +19,7 @@ __all__ = [
     "KVCacheManager",
     "OutOfBlocks",
     "PrefixStats",
+    "TokenIds",
     "block_keys",
     "child_key",
     "root_key",

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvcache.block import Block, BlockError
-from kvcache.keys import child_key, root_key
+from kvcache.keys import TokenIds, child_key, root_key
 from kvcache.pool import BlockPool
 from kvcache.table import NEVER, BlockTable
 
@@ -48,7 +48,6 @@ class KVCacheManager(Generic[RequestId]):
         self.pool = pool
         self.block_size = block_size
         self._tables: dict[RequestId, BlockTable] = {}
-        self._oldest_version = 0
         self._stats: dict[int, PrefixStats] = {}
 
     @property
@@ -75,15 +74,19 @@ class KVCacheManager(Generic[RequestId]):
     def begin(
         self,
         request_id: RequestId,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         policy_version: int,
         salt: str | None = None,
+        *,
+        match: bool = True,
     ) -> int:
         """Open a table and hold the longest cached prefix; the number of tokens it covers.
 
         That is whole blocks only, and less than len(token_ids): the last token must be computed
-        for its logits. A sequence that cannot go on (see grow) should be freed again.
-        ValueError for no tokens or a version that unpublish_older() has retired.
+        for its logits. match=False, for whoever needs logits of every position, looks nothing up
+        and is not counted, but publishes as others do. A sequence that cannot go on (see grow)
+        should be freed again. A version above the live one becomes the live one (see
+        advance_version). ValueError for no tokens or a retired version.
         """
         if request_id in self._tables:
             raise BlockError(f"request {request_id!r} has a block table already")
@@ -91,14 +94,11 @@ class KVCacheManager(Generic[RequestId]):
         if num_tokens == 0:
             raise ValueError(f"token_ids of request {request_id!r} must not be empty")
         root = root_key(policy_version, salt)
-        if policy_version < self._oldest_version:
-            raise ValueError(
-                f"policy_version must be at least {self._oldest_version}, got {policy_version}"
-            )
+        self.pool.advance_version(policy_version)
         is_caching = self.pool.enable_prefix_caching
         blocks: list[Block] = []
         keys: list[bytes] = []
-        if is_caching:
+        if is_caching and match:
             blocks, keys = self._match(root, token_ids)
             self.pool.retain(blocks)
         num_cached_tokens = len(blocks) * self.block_size
@@ -111,40 +111,47 @@ class KVCacheManager(Generic[RequestId]):
             keys=keys,
             num_matched=len(blocks),
             publish_at=num_cached_tokens + self.block_size if is_caching else NEVER,
+            is_counted=not (is_caching and match),
         )
         return num_cached_tokens
 
-    def grow(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Have room for num_tokens tokens in total; never shrinks.
+    def grow(self, request_id: RequestId, num_tokens: int) -> Sequence[int] | None:
+        """Have room for num_tokens tokens in total; the ids of the blocks newly taken for that.
 
-        False if that needs more blocks than can be taken; then nothing is taken and the table
+        They follow those that block_ids() gave before. Empty if there was room; never shrinks.
+        None if more blocks are needed than can be taken; then nothing is taken and the table
         stands as before.
         """
         table = self._table(request_id)
         num_missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if num_missing <= 0:
-            return True
+            return ()
         if num_missing > self.pool.num_available:
-            return False
+            return None
         taken = self.pool.take(num_missing)
+        taken_ids = [block.block_id for block in taken]
         table.blocks += taken
-        table.block_ids += [block.block_id for block in taken]
+        table.block_ids += taken_ids
         if not table.is_counted:
             self._count(table)
-        return True
+        return taken_ids
 
-    def publish(self, request_id: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
+    def publish(self, request_id: RequestId, token_ids: TokenIds, num_tokens: int) -> int:
         """Make every full block among the first num_tokens tokens findable; incremental.
 
+        Returns the number of tokens from which on a next call has something to do: NEVER after
+        seal(), with caching off, and for a request begun under a version retired since. A call
+        below that number does nothing.
         Call it when the step that computes token num_tokens - 1 is planned, after grow(). A token
         that was only sampled has no KV and must not be counted. token_ids begins with the tokens
-        given to begin() and earlier calls; only its part since then is read. Does nothing when
-        no block is completed, after seal(), and with caching off.
+        given to begin() and earlier calls; only its part since then is read.
         ValueError if num_tokens exceeds token_ids, BlockError if it exceeds the blocks held.
         """
         table = self._table(request_id)
+        if table.policy_version < self.pool.policy_version:
+            table.publish_at = NEVER
         if num_tokens < table.publish_at:
-            return
+            return table.publish_at
         if num_tokens > len(token_ids):
             raise ValueError(
                 f"num_tokens must be at most the {len(token_ids)} token_ids, got {num_tokens}"
@@ -154,14 +161,14 @@ class KVCacheManager(Generic[RequestId]):
             raise BlockError(
                 f"request {request_id!r} publishes {num_full} blocks, holds {len(table.blocks)}"
             )
-        num_published = table.publish_at // self.block_size - 1
-        parent = table.keys[num_published - 1] if num_published else table.root
-        for index in range(num_published, num_full):
+        parent = table.keys[-1] if table.keys else table.root
+        for index in range(len(table.keys), num_full):
             start = index * self.block_size
             parent = child_key(parent, token_ids[start : start + self.block_size])
             table.keys.append(parent)
             self.pool.publish(table.blocks[index], parent, table.policy_version)
         table.publish_at = (num_full + 1) * self.block_size
+        return table.publish_at
 
     def unpublish_from(self, request_id: RequestId, num_tokens: int) -> list[RequestId]:
         """Take back what this request published beyond its first num_tokens tokens.
@@ -172,21 +179,25 @@ class KVCacheManager(Generic[RequestId]):
         """
         table = self._table(request_id)
         first = max(num_tokens // self.block_size, table.num_matched)
-        withdrawn: set[int] = set()
-        for block, key in zip(table.blocks[first:], table.keys[first:], strict=False):
-            if block.key == key:
+        withdrawn: list[int] = []
+        for index in range(first, len(table.keys)):
+            block = table.blocks[index]
+            if block.key is not None:
                 self.pool.unpublish(block)
-                if block.ref_count > 1:
-                    withdrawn.add(block.block_id)
+                withdrawn.append(index)
         del table.keys[first:]
         if table.publish_at != NEVER:
             table.publish_at = (len(table.keys) + 1) * self.block_size
-        if not withdrawn:
+        # Whoever matched one of these blocks found the first of them too, at the same index.
+        if not withdrawn or table.blocks[withdrawn[0]].ref_count == 1:
             return []
+        index = withdrawn[0]
         return [
             other_id
             for other_id, other in self._tables.items()
-            if other is not table and not withdrawn.isdisjoint(other.block_ids)
+            if other is not table
+            and other.num_matched > index
+            and other.blocks[index] is table.blocks[index]
         ]
 
     def seal(self, request_id: RequestId) -> None:
@@ -206,17 +217,14 @@ class KVCacheManager(Generic[RequestId]):
         del self._tables[request_id]
         self.pool.release(reversed(table.blocks))
 
-    def unpublish_older(self, policy_version: int) -> int:
-        """Retire all weights older than policy_version; the number of blocks made unfindable.
+    def advance_version(self, policy_version: int) -> None:
+        """Make policy_version the live one and retire all below it; O(1), nothing is visited.
 
-        No begin() can use them any more, and tables begun under them are sealed. Their blocks
-        stay theirs until freed.
+        No begin() can use or find the retired ones, and tables begun under them publish nothing
+        more. Their blocks stay theirs until freed, then they are the next to be taken.
+        The live version again: nothing happens. ValueError for a lower one.
         """
-        self._oldest_version = max(self._oldest_version, policy_version)
-        for table in self._tables.values():
-            if table.policy_version < policy_version:
-                table.publish_at = NEVER
-        return self.pool.unpublish_older(policy_version)
+        self.pool.advance_version(policy_version)
 
     def block_ids(self, request_id: RequestId) -> Sequence[int]:
         """The request's block ids, head first: token t lies in entry t // block_size.
@@ -245,7 +253,7 @@ class KVCacheManager(Generic[RequestId]):
             if block.ref_count != holders[block.block_id]:
                 raise BlockError(f"{block}: {holders[block.block_id]} tables hold it")
 
-    def _match(self, root: bytes, token_ids: Sequence[int]) -> tuple[list[Block], list[bytes]]:
+    def _match(self, root: bytes, token_ids: TokenIds) -> tuple[list[Block], list[bytes]]:
         blocks: list[Block] = []
         keys: list[bytes] = []
         parent = root
@@ -266,8 +274,6 @@ class KVCacheManager(Generic[RequestId]):
 
     def _count(self, table: BlockTable) -> None:
         table.is_counted = True
-        if not self.pool.enable_prefix_caching:
-            return
         before = self._stats.get(table.policy_version, PrefixStats(0, 0))
         self._stats[table.policy_version] = PrefixStats(
             before.queries + table.num_query_tokens,

@@ -56,6 +56,10 @@ def num_blocks(
     return blocks
 
 
+class KVReleased(RuntimeError):
+    """The pages were asked for while they are released."""
+
+
 class KVStorage:
     """One page tensor per layer, `[2, kv_heads, num_blocks * block_size, head_dim]`, zeroed.
 
@@ -69,10 +73,8 @@ class KVStorage:
         self.shape = shape
         self.num_blocks = num_blocks
         self.device = device
-        size = (2, shape.num_kv_heads, num_blocks * shape.block_size, shape.head_dim)
-        self.pages: list[Tensor] = [
-            _zeros(size, shape.dtype, device) for _ in range(shape.num_layers)
-        ]
+        self._pages: list[Tensor] | None = None
+        self.restore()
 
     @property
     def block_size(self) -> int:
@@ -80,7 +82,38 @@ class KVStorage:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all pages, whether they are there or released."""
         return self.shape.block_bytes * self.num_blocks
+
+    @property
+    def released(self) -> bool:
+        return self._pages is None
+
+    @property
+    def pages(self) -> list[Tensor]:
+        """The page tensors, valid until release(); KVReleased while there are none."""
+        if self._pages is None:
+            raise KVReleased("the KV pages are released; call restore() before using them")
+        return self._pages
+
+    def release(self) -> None:
+        """Give the memory of the pages back to the system; a second call does nothing.
+
+        All KV is gone, so forget what the bookkeeping knows of it: `KVCacheManager.reset()`.
+        On a CPU the mappings are removed, on CUDA torch's cache of free memory is emptied. A page
+        tensor, or a view of one, that a caller still holds keeps its memory until it is dropped.
+        """
+        self._pages = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Have pages again, zeroed and at other addresses; does nothing while there are some."""
+        if self._pages is not None:
+            return
+        shape = self.shape
+        size = (2, shape.num_kv_heads, self.num_blocks * shape.block_size, shape.head_dim)
+        self._pages = [_zeros(size, shape.dtype, self.device) for _ in range(shape.num_layers)]
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

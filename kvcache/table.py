@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvcache.block import Block
 
 NEVER = sys.maxsize
-"""publish_at of a table that publishes nothing (any more)."""
+"""Number of tokens that no sequence reaches: publishing has nothing to do (any more)."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class BlockTable:
                       another block owns the key, or it was retired, the block itself has none
     num_matched       leading blocks that were found in the cache
     publish_at        tokens to be covered before publish() has anything to do
-    is_counted        whether the prefix statistics know this request
+    is_counted        whether the prefix statistics know this request, or are not to know it
     """
 
     root: bytes

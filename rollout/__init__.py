@@ -1,5 +1,6 @@
 """Lockstep's rollout side: the engine, the model it shares with the trainer, Ray actors."""
 
+from rollout.core import EngineReleased
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.model import Decoder, DecoderConfig, load_pretrained, save_pretrained
@@ -13,18 +14,21 @@ from rollout.policy import (
 from rollout.request import Rollout, VersionSpan
 from rollout.rollout_batch import RolloutBatch
 from rollout.sampling import SamplingParams
+from rollout.tasks import TaskEvent
 from rollout.tokenizer import Tokenizer
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "EngineConfig",
+    "EngineReleased",
     "LocalGate",
     "PoisonedWeights",
     "Rollout",
     "RolloutBatch",
     "RolloutEngine",
     "SamplingParams",
+    "TaskEvent",
     "Tokenizer",
     "TornWeights",
     "VersionSpan",

@@ -50,6 +50,14 @@ class RolloutActor:
         """The engine's counters; answered while a batch runs."""
         return self._engine.get_stats()
 
+    def release(self, in_flight: str) -> None:
+        """`RolloutEngine.release`."""
+        self._engine.release(in_flight=in_flight)
+
+    def restore(self) -> None:
+        """`RolloutEngine.restore`."""
+        self._engine.restore()
+
     def memory_uss(self) -> int:
         """Bytes that only this process holds; the shared weights are not among them."""
         return int(psutil.Process().memory_full_info().uss)

@@ -1,4 +1,4 @@
-"""The inputs of one step, built from the scheduler's plan."""
+"""The inputs of one step: what its plan picks from the persistent columns, laid flat."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention import AttentionMetadata
-from kvcache import KVCacheManager
-from rollout.request import Request
-from rollout.scheduler import Scheduled
+from rollout.running import RunningBatch
+from rollout.sampling_rows import EditedRow, Filters, SamplingRows
+from rollout.step_plan import IntColumn, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """Tokens [first, last) of a request's prompt whose log-probs this step can tell.
+
+    Those of token p are at the flat index of token p - 1, so `flat_start` belongs to `first`.
+    """
+
+    row: int
+    first: int
+    last: int
+    flat_start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,44 +32,78 @@ class StepInputs:
 
         plan            A: 3 new (chunk)   B: 1 new (decode)   C: 4 new (last chunk)
         input_ids       a a a              b                   c c c c
-        sampled rows                       ^ 3                       ^ 7
-        requests        B, C: those that sample
+        positions       5 6 7              40                  0 1 2 3
+        sampled                            ^ 3                       ^ 7
+        sampling        row 0 of its columns: B, row 1: C
 
-    input_ids int64 `[num_tokens]`; rows int64 `[num_sampled]` into the flat tokens.
+    input_ids int64 `[num_tokens]`; sampled int64 `[num_sampled]` into the flat tokens.
+    `metadata` reads the batch's block table where it lies: inputs are valid for this step only.
     """
 
-    input_ids: NDArray[np.int64]
+    input_ids: IntColumn
     metadata: AttentionMetadata
-    rows: NDArray[np.int64]
-    requests: list[Request]
+    sampled: IntColumn
+    sampling: SamplingRows
+    scored: list[ScoredPrompt]
 
     @staticmethod
-    def build(plan: list[Scheduled], kv: KVCacheManager[int], block_size: int) -> StepInputs:
-        input_ids: list[int] = []
-        starts, seq_lens, tables = [0], [], []
-        rows: list[int] = []
-        requests: list[Request] = []
-        for request, new in plan:
-            computed = request.num_computed_tokens
-            input_ids += request.tokens[computed : computed + new]
-            starts.append(len(input_ids))
-            seq_lens.append(computed + new)
-            tables.append(kv.block_ids(request.request_id))
-            if computed + new == len(request.tokens):
-                rows.append(len(input_ids) - 1)
-                requests.append(request)
-        block_table = np.zeros((len(plan), max(map(len, tables))), dtype=np.int64)
-        for row, table in zip(block_table, tables, strict=True):
-            row[: len(table)] = table
+    def build(plan: StepPlan, batch: RunningBatch) -> StepInputs:
+        rows = plan.rows
+        starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(plan.num_new, out=starts[1:])
         metadata = AttentionMetadata(
-            np.asarray(starts, dtype=np.int64),
-            np.asarray(seq_lens, dtype=np.int64),
-            block_table,
-            block_size,
+            starts,
+            batch.num_computed[rows] + plan.num_new,
+            batch.block_table,
+            batch.block_size,
+            rows,
         )
+        input_ids = batch.tokens[rows[metadata.token_sequence], metadata.positions]
         return StepInputs(
-            np.asarray(input_ids, dtype=np.int64),
+            input_ids.astype(np.int64),
             metadata,
-            np.asarray(rows, dtype=np.int64),
-            requests,
+            starts[1:][plan.samples] - 1,
+            _sampling_rows(plan.sampled_rows, batch),
+            _scored_prompts(plan, batch, starts),
         )
+
+
+def _sampling_rows(rows: IntColumn, batch: RunningBatch) -> SamplingRows:
+    filters = None
+    if batch.filtered[rows].any():
+        on: NDArray[np.bool_] = batch.filtered[rows]
+        filters = Filters(
+            np.where(on, batch.top_p[rows], 1.0),
+            np.where(on, batch.top_k[rows], 0),
+            np.where(on, batch.min_p[rows], 0.0),
+        )
+    edited = []
+    for index in np.flatnonzero(batch.edited[rows]).tolist():
+        row = int(rows[index])
+        edits = batch.request(row).edits
+        assert edits is not None
+        prompt, total = int(batch.num_prompt_tokens[row]), int(batch.num_tokens[row])
+        tokens = batch.tokens[row]
+        edited.append(EditedRow(index, edits, tokens[:prompt], tokens[prompt:total]))
+    return SamplingRows(
+        batch.temperature[rows],
+        batch.greedy[rows],
+        batch.noise_keys[rows],
+        batch.num_tokens[rows],
+        filters,
+        edited,
+        int(batch.num_top[rows].max(initial=0)),
+    )
+
+
+def _scored_prompts(
+    plan: StepPlan, batch: RunningBatch, starts: IntColumn
+) -> list[ScoredPrompt]:
+    scored = []
+    for index in np.flatnonzero(batch.scored[plan.rows]).tolist():
+        row = int(plan.rows[index])
+        first = int(batch.num_computed[row]) + 1
+        last = min(first + int(plan.num_new[index]), int(batch.num_prompt_tokens[row]))
+        if first < last:
+            scored.append(ScoredPrompt(row, first, last, int(starts[index])))
+    return scored

@@ -5,49 +5,60 @@ The public face of this package. It lives on the weights it is given and never c
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from attention import AttentionBackend, select_backend
 from kvcache import BlockPool, KVCacheManager
-from kvcache.storage import KVShape, KVStorage, num_blocks
-from rollout.admission import AdmissionLimits
-from rollout.fair_lock import FairLock
-from rollout.metrics import EngineMetrics
+from kvcache.storage import KVStorage
+from rollout.admission import Admission, AdmissionLimits
+from rollout.construction import (
+    ParameterAddresses,
+    checked_device,
+    checked_dtype,
+    checked_length,
+    kv_storage,
+)
+from rollout.core import IN_FLIGHT_MODES, EngineCore
 from rollout.model import Decoder
-from rollout.policy import LocalGate, ParameterLeftArena, WeightGate
-from rollout.request import PromptTask, Request, Rollout, prompt_tasks
+from rollout.policy import LocalGate, WeightGate
+from rollout.request import PromptTask, Request, Rollout, merged_params, prompt_tasks
 from rollout.runner import ModelRunner
-from rollout.sampling import SamplingParams, checked_fields
+from rollout.running import RunningBatch
+from rollout.sampling import SamplingParams
 from rollout.scheduler import Scheduler
+from rollout.serving import Serving
+from rollout.tasks import TaskBoard, TaskEvent, stream_events
 from rollout.tokenizer import Tokenizer
 
 T = TypeVar("T")
-
-IN_FLIGHT_MODES = ("refuse", "drain", "abort", "recompute", "keep")
 
 
 class RolloutEngine:
     """A continuous-batching engine on a live module.
 
     model: the `Decoder` the trainer mutates; parameters are read where they lie.
-    tokenizer: only its EOS ids are used; None takes those of the model's config.
+    tokenizer: its EOS ids end samples, and text in `SamplingParams` and tasks needs it; None takes
+        the EOS ids of the model's config.
     max_batch_size: requests that run at once; more of them queue.
     max_seq_len: prompt + output tokens; None = the model's context length.
     device, dtype: checked against the parameters, never converted.
+    cache: a `KVStorage` to use in place of one of the budget below.
     attention_backend: name, class or instance; an explicit choice is strict.
     policy_version: the version the weights have now.
     max_num_batched_tokens: token budget of one step; long prompts are computed in chunks.
+    long_prefill_token_threshold: most tokens of one request in a step; 0 = the budget.
     num_kv_blocks, kv_cache_bytes: the KV budget, one of them; default: enough for
         `max_batch_size` full sequences, at most 2 GiB.
     run_seed: from which seeds are derived for prompts whose `seed` is None.
     gate: who guards the weights; None = this process alone (`LocalGate`).
 
-    Thread-safe: concurrent `run_batch` calls are served by one scheduler, one step at a time.
+    Thread-safe: batches, tasks and updates of any thread are served by one scheduler, one step at
+    a time.
     """
 
     def __init__(
@@ -59,10 +70,12 @@ class RolloutEngine:
         max_seq_len: int | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
+        cache: KVStorage | None = None,
         attention_backend: str | type[AttentionBackend] | AttentionBackend | None = None,
         enable_cuda_graph: bool = False,
         policy_version: int = 0,
         max_num_batched_tokens: int = 2048,
+        long_prefill_token_threshold: int = 0,
         block_size: int = 16,
         num_kv_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
@@ -72,56 +85,58 @@ class RolloutEngine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.device = _checked_device(model, device)
-        self.dtype = _checked_dtype(model, dtype)
+        self.device = checked_device(model, device)
+        self.dtype = checked_dtype(model, dtype)
         if enable_cuda_graph:
             raise ValueError(
                 f"enable_cuda_graph=True, but no backend captures graphs on {self.device}; "
                 "leave it at False"
             )
         self.cuda_graph_enabled = False
-        self.max_seq_len = max_seq_len or model.config.max_position_embeddings
-        if not self.max_seq_len:
-            raise ValueError(
-                "max_seq_len is not given and the model's config has no context length; pass one"
-            )
-        if self.max_seq_len > model.config.max_position_embeddings > 0:
-            raise ValueError(
-                f"max_seq_len={self.max_seq_len} exceeds the model's context length "
-                f"{model.config.max_position_embeddings}"
-            )
+        self.max_seq_len = checked_length(model, max_seq_len)
         eos = tokenizer.eos_token_ids if tokenizer is not None else model.config.eos_token_ids
         self.eos_token_ids = frozenset(eos)
         self._backend = select_backend(attention_backend)
         self._gate: WeightGate = gate if gate is not None else LocalGate(policy_version)
-        self._shape = KVShape(
-            model.config.num_hidden_layers,
-            model.config.num_key_value_heads,
-            model.config.head_dim,
-            block_size,
-            self.dtype,
+        storage = kv_storage(
+            model,
+            cache,
+            block_size=block_size,
+            max_batch_size=max_batch_size,
+            max_seq_len=self.max_seq_len,
+            num_kv_blocks=num_kv_blocks,
+            kv_cache_bytes=kv_cache_bytes,
         )
-        blocks = num_blocks(
-            self._shape, max_batch_size, self.max_seq_len, num_kv_blocks, kv_cache_bytes
+        self._kv: KVCacheManager[int] = KVCacheManager(
+            BlockPool(storage.num_blocks, enable_prefix_caching), storage.block_size
         )
-        self._storage = KVStorage(self._shape, blocks, self.device)
-        self._pool = BlockPool(blocks, enable_prefix_caching)
-        self._kv: KVCacheManager[int] = KVCacheManager(self._pool, block_size)
+        limits = AdmissionLimits(
+            self.max_seq_len, model.config.vocab_size, self._kv.max_tokens, tokenizer is not None
+        )
+        self._admission = Admission(limits, tokenizer, self.eos_token_ids)
+        batch = RunningBatch(
+            max_batch_size, limits.max_total_tokens, storage.block_size, self.eos_token_ids
+        )
         self._scheduler = Scheduler(
-            self._kv, max_batch_size, max(max_num_batched_tokens, max_batch_size),
+            self._kv,
+            batch,
+            max(max_num_batched_tokens, max_batch_size),
             self.eos_token_ids,
+            long_prefill_token_threshold,
         )
-        self._limits = AdmissionLimits(
-            self.max_seq_len, model.config.vocab_size, self._kv.max_tokens
+        self._board = TaskBoard(self._scheduler)
+        self._core = EngineCore(
+            self._scheduler,
+            ModelRunner(model, storage, self._backend),
+            self._kv,
+            storage,
+            self._gate,
+            ParameterAddresses(model).check,
+            self._board.deliver,
         )
-        self._runner = ModelRunner(model, self._storage, self._backend, self.eos_token_ids)
-        self._metrics = EngineMetrics()
-        self._addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-        self._lock = FairLock()  # guards everything below and all scheduling
-        self._planned_version = self._gate.version
+        self._serving = Serving(self._core, self._board)
         self._run_seed = run_seed
         self._next_uid = 0
-        self._next_request_id = 0
 
     @property
     def policy_version(self) -> int:
@@ -132,7 +147,7 @@ class RolloutEngine:
     def backend_name(self) -> str:
         return self._backend.name
 
-    # ---------------------------------------------------------------- rollouts
+    # ---------------------------------------------------------------- batches
 
     def run_batch(
         self,
@@ -153,11 +168,7 @@ class RolloutEngine:
 
         An exception (or Ctrl-C) frees all KV this call holds and leaves the engine usable.
         """
-        params = _merged(params, checked_fields(fields))
-        with self._lock:
-            tasks = prompt_tasks(prompts, params, self._run_seed, self._next_uid)
-            self._next_uid += len(tasks)
-        rollouts = self.run_tasks(tasks)
+        rollouts = self.run_tasks(self._prompt_tasks(prompts, params, fields))
         if return_details:
             return rollouts
         if return_logprobs:
@@ -166,52 +177,113 @@ class RolloutEngine:
 
     def run_tasks(self, tasks: Sequence[PromptTask]) -> list[Rollout]:
         """`run_batch` for prompts whose seeds are settled (see `prompt_tasks`)."""
-        requests = self._enqueue(tasks)
-        try:
-            while True:
-                with self._lock:
-                    if all(r.finished for r in requests):
-                        break
-                    self._step()
-        except BaseException:
-            with self._lock:
-                self._scheduler.abort(requests)
-            raise
+        requests = self._submit(tasks)
+        self._core.run(requests)
         return [r.result() for r in requests]
 
-    def _enqueue(self, tasks: Sequence[PromptTask]) -> list[Request]:
-        with self._lock:
-            requests = []
-            for task in tasks:
-                problem = self._limits.problem(task)
-                for sample in range(task.params.n):
-                    request = Request(self._next_request_id, task, sample)
-                    self._next_request_id += 1
-                    requests.append(request)
-                    if problem is not None:
-                        self._scheduler.reject(request, *problem)
-                        continue
-                    request.max_total_tokens = self._limits.max_total_tokens
-                    self._scheduler.add(request)
+    def _prompt_tasks(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        fields: dict[str, Any],
+    ) -> list[PromptTask]:
+        settled = merged_params(params, fields)
+        with self._core.lock:
+            tasks = prompt_tasks(prompts, settled, self._run_seed, self._next_uid)
+            self._next_uid += len(tasks)
+        return tasks
+
+    def _submit(self, tasks: Sequence[PromptTask]) -> list[Request]:
+        with self._core.lock:
+            self._core.raise_if_released()
+            requests = self._admission.requests(tasks)
+            self._core.submit(requests)
             return requests
 
-    def _step(self) -> None:
-        """One step of whatever is queued. The weights are held still from plan to commit."""
-        if not self._scheduler.has_work:
-            return
-        with self._gate.read() as version:
-            if version != self._planned_version:
-                # Published while requests were running: their KV is of another policy.
-                self._scheduler.requeue_running()
-                self._enter_version(version)
-            plan = self._scheduler.plan(version)
-            try:
-                sampled = self._runner.execute(plan, self._kv)
-            except BaseException:
-                self._scheduler.abandon(plan)
-                raise
-        ended = self._scheduler.commit(plan, sampled, version)
-        self._metrics.count_step(plan, sampled, ended)
+    # ---------------------------------------------------------------- streaming
+
+    def add_task(
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams | None = None,
+        *,
+        callback: Callable[[TaskEvent], None],
+        **fields: Any,
+    ) -> int:
+        """Queue one prompt whose tokens are handed to `callback` as they come; the task's id.
+
+        prompt: token ids, or text (then events carry text). The serving loop computes it once it
+        is started. `callback` runs on the thread that made the progress and must not block; it may
+        be called before this returns, for a prompt that is rejected. If it raises, its task ends
+        with `callback_failed` and nobody else is touched. Exactly one event is `finished`, and
+        none follows it.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback must be callable, got {type(callback).__name__}")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    "a prompt of text needs a tokenizer; build the engine with one or pass ids"
+                )
+            prompt, fields = self.tokenizer.encode(prompt), {"detokenize": True, **fields}
+        tasks = self._prompt_tasks([prompt], params, fields)
+        with self._core.lock:
+            requests = self._submit(tasks)
+            task_id = self._board.open(requests, callback)
+            self._board.deliver()
+        self._serving.wake()
+        return task_id
+
+    def cancel_task(self, task_id: int) -> bool:
+        """End a waiting or running task as `aborted`, tokens kept; False if it had ended.
+
+        Its last event is delivered before this returns, and no token comes after.
+        """
+        with self._core.lock:
+            requests = self._board.requests(task_id)
+            self._core.abort(requests)
+            return bool(requests)
+
+    remove_task = cancel_task
+
+    async def stream(
+        self, prompt: Sequence[int] | str, params: SamplingParams | None = None, **fields: Any
+    ) -> AsyncIterator[TaskEvent]:
+        """The events of one task, for `async for`; leaving the loop early cancels the task.
+
+        RuntimeError if the serving loop is not started: nobody would compute it.
+        """
+        if not self._serving.started:
+            raise RuntimeError("stream() needs the serving loop; call engine.start() first")
+        add = functools.partial(self.add_task, prompt, params, **fields)
+        async for event in stream_events(add, self.cancel_task):
+            yield event
+
+    def start(self) -> None:
+        """Start the serving loop, which computes tasks in the background.
+
+        Waits for a weight update that runs. RuntimeError if a loop runs already, also one that
+        `stop` could not wait for; `EngineReleased` while the KV memory is released.
+        """
+        self._serving.start()
+
+    def stop(self, timeout_s: float | None = 30.0, *, drain: bool = False) -> bool:
+        """End the serving loop after its present step, or with `drain` when all is computed.
+
+        True once it has ended: tasks that are left end as `aborted`. False if it has not within
+        the time, or if the loop itself asks, in a callback: then it keeps running to that end with
+        all it holds, and `stop` may be called again.
+        """
+        return self._serving.stop(timeout_s, drain)
+
+    def pause(self) -> None:
+        """No step runs once this returns, nor before `resume`; batches and tasks wait."""
+        self._core.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._core.resume()
+        self._serving.wake()
 
     # ---------------------------------------------------------------- policy versions
 
@@ -249,38 +321,11 @@ class RolloutEngine:
         if in_flight not in IN_FLIGHT_MODES:
             raise ValueError(f"in_flight must be one of {IN_FLIGHT_MODES}, got {in_flight!r}")
         takes_version = _takes_policy_version(update)
-        with self._lock:
-            self._settle(in_flight)
-            result = self._gate.write(
-                version,
-                lambda target: update(policy_version=target) if takes_version else update(),
-                self._check_addresses,
-            )
-            if in_flight == "keep":
-                self._scheduler.seal_running()
-            else:
-                self._scheduler.requeue_running()
-            self._enter_version(self._gate.version)
-            return result
-
-    def _enter_version(self, version: int) -> None:
-        """From here on plan under `version`; every key of an older one is taken back."""
-        self._kv.unpublish_older(version)
-        self._planned_version = version
-
-    def _settle(self, in_flight: str) -> None:
-        if not self._scheduler.has_work:
-            return
-        if in_flight == "refuse":
-            raise RuntimeError(
-                f"{len(self._scheduler.running)} requests run and {len(self._scheduler.waiting)} "
-                "wait; finish them, or pass in_flight='drain', 'abort', 'recompute' or 'keep'"
-            )
-        if in_flight == "drain":
-            while self._scheduler.has_work:
-                self._step()
-        elif in_flight == "abort":
-            self._scheduler.abort([*self._scheduler.running, *self._scheduler.waiting])
+        return self._core.apply_weight_update(
+            version,
+            lambda target: update(policy_version=target) if takes_version else update(),
+            in_flight,
+        )
 
     def with_policy_snapshot(self, fn: Callable[[int], T]) -> T:
         """Run `fn(version)` while the version cannot change; an update inside it is refused."""
@@ -289,32 +334,38 @@ class RolloutEngine:
 
     def recover(self, reload: Callable[[], None] | None = None) -> int:
         """Leave the poisoned state after `reload` has rewritten every weight; new version."""
-        with self._lock:
-            version = self._gate.recover(reload)
-            if version != self._planned_version:
-                self._scheduler.requeue_running()
-                self._enter_version(version)
-            return version
+        return self._core.recover(reload)
 
-    def _check_addresses(self) -> None:
-        """Every parameter still lies where it lay when the engine was built."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.data_ptr() != self._addresses.get(name):
-                raise ParameterLeftArena(
-                    f"parameter {name!r} no longer lies where the engine reads it: its data was "
-                    "re-bound (`.data = …`, `load_state_dict(assign=True)`, `.to(…)`, "
-                    "`vector_to_parameters`). Copy into it in place instead: p.copy_(new)"
-                )
+    # ---------------------------------------------------------------- KV memory
+
+    def release(self, *, in_flight: str = "refuse") -> None:
+        """Give the KV memory back to the system between phases; idempotent.
+
+        All cached prefixes go. Until `restore`, rollouts and tasks raise `EngineReleased`; weight
+        updates and statistics work. in_flight as in `apply_weight_update`, without "keep":
+        with "recompute" running tasks wait for `restore`.
+        """
+        if in_flight not in IN_FLIGHT_MODES or in_flight == "keep":
+            raise ValueError(
+                f"in_flight must be 'refuse', 'drain', 'abort' or 'recompute', got {in_flight!r}"
+            )
+        self._core.release(in_flight)
+
+    def restore(self) -> None:
+        """Take KV memory again after `release`; idempotent. Rollouts are what they were before."""
+        self._core.restore()
+        self._serving.wake()
 
     # ---------------------------------------------------------------- observation
 
     def get_stats(self) -> dict[str, Any]:
         """Counters and gauges, callable from any thread at any time. See `EngineMetrics`."""
-        return self._metrics.snapshot(self._scheduler, self._kv, self.policy_version)
+        stats = self._core.metrics.snapshot(self._scheduler, self._kv, self.policy_version)
+        return {**stats, "kv_released": self._core.released}
 
     def check_integrity(self) -> None:
         """Raise if the block bookkeeping contradicts itself (used by tests, cheap)."""
-        with self._lock:
+        with self._core.lock:
             self._kv.check_integrity()
 
 
@@ -327,30 +378,3 @@ def _takes_policy_version(update: Callable[..., Any]) -> bool:
         return "policy_version" in inspect.signature(update).parameters
     except (TypeError, ValueError):  # some builtins have no signature
         return False
-
-
-def _merged(
-    params: SamplingParams | Sequence[SamplingParams] | None, fields: dict[str, Any]
-) -> SamplingParams | list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return dataclasses.replace(params, **fields)
-    return [dataclasses.replace(p, **fields) for p in params]
-
-
-def _checked_device(model: Decoder, device: str | torch.device | None) -> torch.device:
-    own = next(model.parameters()).device
-    if device is not None and torch.device(device).type != own.type:
-        raise ValueError(
-            f"device={device!s}, but the model's parameters lie on {own}; "
-            "load the model onto that device first"
-        )
-    return own
-
-
-def _checked_dtype(model: Decoder, dtype: torch.dtype | None) -> torch.dtype:
-    own = next(model.parameters()).dtype
-    if dtype is not None and dtype != own:
-        raise ValueError(f"dtype={dtype}, but the model's parameters are {own}; load it so")
-    return own

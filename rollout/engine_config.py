@@ -16,6 +16,7 @@ class EngineConfig:
     max_seq_len: int | None = None
     attention_backend: str | None = None
     max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None

@@ -89,6 +89,19 @@ class RolloutPool:
             for name, call in calls.items()
         ]
 
+    def release(self, *, in_flight: str = "refuse") -> None:
+        """Every actor gives its KV memory back to the system; see `RolloutEngine.release`."""
+        actors = list(self._actors.items())
+        calls = {name: actor.release.remote(in_flight) for name, actor in actors}
+        for name, call in calls.items():
+            wait_for(call, name, "release", self._batch_timeout_s)
+
+    def restore(self) -> None:
+        """Every actor takes KV memory again; idempotent."""
+        calls = {name: actor.restore.remote() for name, actor in list(self._actors.items())}
+        for name, call in calls.items():
+            wait_for(call, name, "restore", 60.0)
+
     def memory_uss(self) -> dict[str, int]:
         """Private memory of every live actor in bytes."""
         calls = {name: actor.memory_uss.remote() for name, actor in self._actors.items()}

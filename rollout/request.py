@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.detokenizer import Detokenizer
+from rollout.logit_edits import LogitEdits
 from rollout.noise import derived_seed, noise_key
-from rollout.sampling import SamplingParams
+from rollout.sampling import SamplingParams, checked_fields
 
 
 class VersionSpan(NamedTuple):
@@ -28,11 +35,16 @@ class Rollout:
     sampling_logprobs: under the distribution really sampled, after filters; equal to `logprobs`
         bit for bit when no filter was on; 0.0 for greedy.
     version_spans: which policy version produced which tokens; they partition the output.
-    finish_reason: "stop" (stop_reason: the token id), "length" (stop_reason: "max_tokens" or
-        "context"), "aborted", "rejected" or "error" (error_reason: a name, error_message: a
-        sentence).
+    finish_reason: "stop" (stop_reason: the token id or string), "length" (stop_reason:
+        "max_tokens" or "context"), "aborted", "rejected" or "error" (error_reason: a name,
+        error_message: a sentence).
     seed: the seed that was used, given or derived.
     temperature: of the distribution `logprobs` belongs to: that of the sampling, 1.0 for greedy.
+    text: the decoded output, where `stop` or `detokenize` asked for it; a stop string is cut off
+        unless `include_stop_str_in_output`. The tokens are never cut.
+    top_logprobs: per output token the `logprobs=k` best ids and their log-probs, best first.
+    prompt_logprobs: log-prob of each prompt token after those before it, None for the first;
+        prompt_top_logprobs: the `prompt_logprobs=k` best ids in its place.
     """
 
     prompt_index: int
@@ -48,6 +60,10 @@ class Rollout:
     error_message: str | None
     seed: int
     temperature: float
+    text: str | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +106,18 @@ def prompt_tasks(
     return tasks
 
 
+def merged_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any]
+) -> SamplingParams | list[SamplingParams]:
+    """`params` with single fields replaced; TypeError for a field that does not exist."""
+    changes = checked_fields(fields)
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return dataclasses.replace(params, **changes)
+    return [dataclasses.replace(p, **changes) for p in params]
+
+
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -100,83 +128,124 @@ class Request:
     """One sample on its way through the scheduler. Mutable; owned by one engine.
 
         tokens    | prompt ............ | output ........... |
-        computed  | KV exists ................ |               <- num_computed_tokens
-                                               | to compute |  <- num_uncomputed_tokens
+        computed  | KV exists ................ |               <- num_computed
+                                               | to compute |
 
     There is no prefill phase and no decode phase: a request has tokens whose KV is computed and
     tokens whose KV is not; when a step computes the last of them, one token is sampled.
+
+    While it waits, and when it has ended, its tokens and log-probs lie here. While it runs they
+    lie in its row of the `RunningBatch`, which hands them back when it leaves.
     """
 
     __slots__ = (
-        "error_message", "error_reason", "finish_reason", "logprobs", "max_total_tokens",
-        "noise_key", "num_computed_tokens", "num_prompt_tokens", "params", "prompt_index",
-        "request_id", "sample_index", "sampling_logprobs", "sealed", "seed", "spans", "status",
-        "stop_reason", "tokens",
+        "arrived", "detokenizer", "edits", "error_message", "error_reason", "finish_reason",
+        "logprobs", "max_total_tokens", "noise_key", "num_prompt_tokens", "params",
+        "prompt_scores", "request_id", "row", "sample_index", "sampling_logprobs", "sealed",
+        "spans", "status", "stop_reason", "task", "tokens", "top",
     )
 
     def __init__(self, request_id: int, task: PromptTask, sample: int) -> None:
         self.request_id = request_id
-        self.prompt_index = task.prompt_index
+        self.task = task
         self.sample_index = task.first_sample_index + sample
         self.params = task.params
-        self.seed = task.seed
-        self.noise_key = noise_key(task.seed, task.token_ids, self.sample_index)
-        self.tokens = list(task.token_ids)
-        self.num_prompt_tokens = len(self.tokens)
-        self.max_total_tokens = 0  # prompt + output, set on admission to the engine
-        self.num_computed_tokens = 0
+        self.num_prompt_tokens = len(task.token_ids)
+        self.max_total_tokens = 0
+        self.noise_key = 0
+        self.edits: LogitEdits | None = None
+        self.detokenizer: Detokenizer | None = None
+        self.arrived = time.monotonic()
         self.sealed = False
-        self.logprobs: list[float] = []
-        self.sampling_logprobs: list[float] = []
-        self.spans: list[list[int]] = []  # [version, start, end]
+        self.row: int | None = None  # of the running batch
+        self.tokens: NDArray[np.int32] = np.empty(0, np.int32)  # prompt and output
+        self.logprobs: NDArray[np.float32] = np.empty(0, np.float32)  # of the output
+        self.sampling_logprobs: NDArray[np.float32] = np.empty(0, np.float32)
+        self.spans: list[tuple[int, int]] = []  # (version, first output token it produced)
+        self.top: list[dict[int, float]] = []
+        self.prompt_scores: PromptScores | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error_reason: str | None = None
         self.error_message: str | None = None
 
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+    def admit(
+        self,
+        tokens: NDArray[np.int32],
+        max_total_tokens: int,
+        edits: LogitEdits | None = None,
+        detokenizer: Detokenizer | None = None,
+    ) -> None:
+        """Make a request that passed the admission checks ready to be queued.
 
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.tokens) - self.num_computed_tokens
+        tokens: those of the prompt, which samples may share. max_total_tokens: prompt + output.
+        """
+        self.tokens = tokens
+        if self.params.max_tokens is not None:
+            max_total_tokens = min(max_total_tokens, len(tokens) + self.params.max_tokens)
+        self.max_total_tokens = max_total_tokens
+        self.noise_key = noise_key(self.task.seed, self.task.token_ids, self.sample_index)
+        self.edits = edits
+        self.detokenizer = detokenizer
+        if self.params.prompt_logprobs is not None:
+            self.prompt_scores = PromptScores.empty(len(tokens))
 
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
-    def append(
-        self, token: int, logprob: float, sampling_logprob: float, version: int
-    ) -> None:
-        """Take the token that the step of `version` sampled."""
-        position = self.num_output_tokens
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.sampling_logprobs.append(sampling_logprob)
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1][2] = position + 1
-        else:
-            self.spans.append([version, position, position + 1])
-
     def fail(self, finish_reason: str, reason: str, message: str) -> None:
         self.finish_reason, self.error_reason, self.error_message = finish_reason, reason, message
 
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Of an ended request; they partition its output."""
+        ends = [*(start for _, start in self.spans[1:]), len(self.logprobs)]
+        return tuple(
+            VersionSpan(version, start, end)
+            for (version, start), end in zip(self.spans, ends, strict=False)
+        )
+
     def result(self) -> Rollout:
+        """Of an ended request. Here its columns become plain ints and floats."""
         assert self.finish_reason is not None, f"request {self.request_id} has not finished"
+        scores = self.prompt_scores
         return Rollout(
-            self.prompt_index,
+            self.task.prompt_index,
             self.sample_index,
-            self.tokens[: self.num_prompt_tokens],
-            self.tokens[self.num_prompt_tokens :],
-            self.logprobs,
-            self.sampling_logprobs,
-            tuple(VersionSpan(*span) for span in self.spans),
+            list(self.task.token_ids),
+            self.tokens[self.num_prompt_tokens :].tolist(),
+            self.logprobs.tolist(),
+            self.sampling_logprobs.tolist(),
+            self.version_spans(),
             self.finish_reason,
             self.stop_reason,
             self.error_reason,
             self.error_message,
-            self.seed,
+            self.task.seed,
             self.params.temperature or 1.0,
+            None if self.detokenizer is None else self.detokenizer.text,
+            self.top if self.params.logprobs else None,
+            None if scores is None else [None, *scores.logprobs[1:].tolist()],
+            scores.top if scores is not None and self.params.prompt_logprobs else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probs of a prompt's tokens as the steps that compute them fill them in.
+
+    logprobs fp32 `[prompt tokens]`, the first unused; top: per token the best ids, None first.
+    """
+
+    logprobs: NDArray[np.float32]
+    top: list[dict[int, float] | None]
+
+    @staticmethod
+    def empty(num_prompt_tokens: int) -> PromptScores:
+        return PromptScores(np.zeros(num_prompt_tokens, np.float32), [None] * num_prompt_tokens)
+
+
+def ranked(ids: NDArray[np.int64], logprobs: NDArray[np.float32], k: int) -> dict[int, float]:
+    """The first k of one row's best tokens, best first."""
+    return dict(zip(ids[:k].tolist(), logprobs[:k].tolist(), strict=True))

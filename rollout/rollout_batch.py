@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,22 @@ def _flat(parts: Sequence[Sequence[float]], dtype: type) -> NDArray[np.generic]:
     return np.concatenate([np.empty(0, dtype), *(np.asarray(p, dtype=dtype) for p in parts)])
 
 
+class Extras(NamedTuple):
+    """Fields of a `Rollout` that are there only where they were asked for."""
+
+    text: str | None
+    top_logprobs: list[dict[int, float]] | None
+    prompt_logprobs: list[float | None] | None
+    prompt_top_logprobs: list[dict[int, float] | None] | None
+
+    @staticmethod
+    def of(rollout: Rollout) -> Extras:
+        return Extras(*(getattr(rollout, name) for name in Extras._fields))
+
+
+NO_EXTRAS = Extras(None, None, None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """N rollouts of P prompts. Rollouts of one prompt lie together. Arrays are not copied.
@@ -30,7 +47,7 @@ class RolloutBatch:
     prompt_ids int32, prompt_offsets int64 `[P + 1]`; prompt_index int32 `[N]` rollout -> prompt.
     token_ids int32, logprobs and sampling_logprobs fp32, all `[total tokens]`; offsets int64
     `[N + 1]`. temperatures fp32 `[N]`, those of `logprobs`. spans int64 `[S, 3]` (version, start,
-    end) with span_offsets int64 `[N + 1]`.
+    end) with span_offsets int64 `[N + 1]`. extras: of the rollouts that have any, by index.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -49,6 +66,7 @@ class RolloutBatch:
     stop_reasons: tuple[int | str | None, ...]
     error_reasons: tuple[str | None, ...]
     error_messages: tuple[str | None, ...]
+    extras: dict[int, Extras]
 
     def __len__(self) -> int:
         return len(self.prompt_index)
@@ -99,6 +117,7 @@ class RolloutBatch:
             self.error_messages[index],
             int(self.seeds[index]),
             float(self.temperatures[index]),
+            *self.extras.get(index, NO_EXTRAS),
         )
 
     def __iter__(self) -> Iterator[Rollout]:
@@ -167,4 +186,5 @@ def _build(groups: Sequence[int], rollouts: Sequence[Rollout]) -> RolloutBatch:
         tuple(r.stop_reason for r in rollouts),
         tuple(r.error_reason for r in rollouts),
         tuple(r.error_message for r in rollouts),
+        {i: extras for i, r in enumerate(rollouts) if (extras := Extras.of(r)) != NO_EXTRAS},
     )

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from attention import AttentionBackend, PagedAttention
-from kvcache import KVCacheManager
 from kvcache.storage import KVStorage
-from rollout.batch import StepInputs
+from rollout.batch import ScoredPrompt, StepInputs
+from rollout.logprobs import ROWS_PER_CHUNK, gather_logprobs, normalizer, tempered
 from rollout.model import Decoder
-from rollout.sampler import sample
-from rollout.scheduler import Sampled, Scheduled
+from rollout.request import ranked
+from rollout.running import RunningBatch
+from rollout.sampler import best_tokens, sample
+from rollout.sampling_rows import SampledRows
+from rollout.step_plan import StepPlan
 
 
 class ModelRunner:
     """Stateless between steps but for the KV pages it writes."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        storage: KVStorage,
-        backend: AttentionBackend,
-        eos_token_ids: frozenset[int],
-    ) -> None:
+    def __init__(self, model: Decoder, storage: KVStorage, backend: AttentionBackend) -> None:
         self._model = model
         self._storage = storage
         self._backend = backend
-        self._eos_token_ids = eos_token_ids
         config = model.config
         self._group = config.num_attention_heads // config.num_key_value_heads
 
     @torch.no_grad()
-    def execute(self, plan: list[Scheduled], kv: KVCacheManager[int]) -> list[Sampled]:
-        """Compute the plan's tokens; one result per entry that samples, in the plan's order.
+    def execute(self, plan: StepPlan, batch: RunningBatch) -> SampledRows:
+        """Compute the plan's tokens and sample; one row for each that samples, in plan order.
 
-        Returns after the device is done, so the caller may let go of the weights.
+        Scores of prompts that were asked for go straight to their requests. Returns after the
+        device is done, so the caller may let go of the weights.
         """
-        inputs = StepInputs.build(plan, kv, self._storage.block_size)
+        inputs = StepInputs.build(plan, batch)
         device = self._storage.device
         attention = PagedAttention(
             inputs.metadata, self._storage.pages, self._backend, self._group
@@ -46,9 +45,33 @@ class ModelRunner:
             torch.from_numpy(inputs.metadata.positions).to(device),
             attention,
         )
-        if not inputs.requests:
+        for scored in inputs.scored:
+            self._score_prompt(hidden, scored, batch)
+        if not len(inputs.sampled):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            return []
-        logits = self._model.logits(hidden[torch.from_numpy(inputs.rows).to(device)])
-        return sample(logits, inputs.requests, self._eos_token_ids)
+            return SampledRows.none()
+        rows = hidden
+        if len(inputs.sampled) < hidden.shape[0]:
+            rows = hidden[torch.from_numpy(inputs.sampled).to(device)]
+        return sample(self._model.logits(rows), inputs.sampling)
+
+    def _score_prompt(self, hidden: Tensor, scored: ScoredPrompt, batch: RunningBatch) -> None:
+        """Log-probs of the prompt's own tokens, some rows of logits at a time."""
+        request = batch.request(scored.row)
+        scores, k = request.prompt_scores, request.params.prompt_logprobs or 0
+        assert scores is not None
+        for first in range(scored.first, scored.last, ROWS_PER_CHUNK):
+            last = min(first + ROWS_PER_CHUNK, scored.last)
+            start = scored.flat_start + first - scored.first
+            logits = self._model.logits(hidden[start : start + last - first])
+            temperature = logits.new_full((last - first,), request.params.temperature or 1.0)
+            scaled = tempered(logits, temperature)
+            log_normalizer = normalizer(scaled)
+            ids = torch.from_numpy(batch.tokens[scored.row, first:last].astype(np.int64))
+            logprobs = gather_logprobs(scaled, log_normalizer, ids.to(logits.device))
+            scores.logprobs[first:last] = logprobs.cpu().numpy()
+            if k:
+                top_ids, top_logprobs = best_tokens(scaled, log_normalizer, k)
+                for offset in range(last - first):
+                    scores.top[first + offset] = ranked(top_ids[offset], top_logprobs[offset], k)

@@ -1,116 +1,212 @@
-"""From logits to tokens with both log-probs, a row at a time, parameters mixed freely.
+"""From logits to tokens with both log-probs, parameters mixed freely among the rows.
 
-Order: min_tokens → temperature → min_p → top_k → top_p → draw. A filter that no row of the step
-uses costs nothing. The draw is the inverse of the cumulative distribution at one counter-based
-uniform per row: no generator, and a row's token depends on nothing but its row.
+Order: allowed ids → bad words → min_tokens → bias → penalties → temperature → min_p → top_k → top_p
+→ draw. What no row of the step uses costs nothing, and no bit of a row depends on the other rows:
+
+    logits ── / T ──> scaled ───────────────────────────────> logprobs, top_logprobs
+                        │ rows with edits or filters replaced
+                        └──> sampled ──> tokens, sampling_logprobs
+
+The draw is the inverse of the cumulative distribution at one counter-based uniform per row: no
+generator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.logprobs import gather_logprobs, normalizer, tempered
 from rollout.noise import uniforms
-from rollout.request import Request
-from rollout.scheduler import Sampled
-from rollout.stopping import stop_ids
+from rollout.sampling_rows import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    EditedRow,
+    Filters,
+    SampledRows,
+    SamplingRows,
+)
+
+_NEVER = float("-inf")
 
 
-def sample(
-    logits: Tensor, requests: list[Request], eos_token_ids: frozenset[int]
-) -> list[Sampled]:
-    """One token per row. logits `[rows, vocab]`, row i belongs to `requests[i]`.
-
-    A row with NaN or +inf logits yields `token=None`: nothing is invented.
-    """
-    device = logits.device
-    greedy = np.array([r.params.greedy for r in requests])
-    temperature = np.array([r.params.temperature or 1.0 for r in requests], dtype=np.float32)
-    scaled = tempered(logits, torch.from_numpy(temperature).to(device))
+def sample(logits: Tensor, rows: SamplingRows) -> SampledRows:
+    """One token per row. logits `[rows, vocab]` on any device; not changed."""
+    scaled = _tempered(logits, rows.temperature)
     log_normalizer = normalizer(scaled)
+    sampled, changed = _sampled_from(logits, scaled, rows)
+    sampled_normalizer = log_normalizer
+    if len(changed):
+        of_changed = normalizer(_rows(sampled, changed))
+        sampled_normalizer = _replaced(log_normalizer, changed, of_changed)
+    tokens = _draw(sampled, sampled_normalizer, rows)
 
-    sampled, sampled_normalizer = _filtered(scaled, log_normalizer, requests, eos_token_ids)
-    tokens = _draw(sampled, sampled_normalizer, requests, greedy)
     logprobs = gather_logprobs(scaled, log_normalizer, tokens)
-    if sampled is scaled:
-        sampling_logprobs = logprobs.clone()
-    else:
+    sampling_logprobs = logprobs
+    if len(changed):
+        # The other rows have the same bits in both, so they need no case of their own.
         sampling_logprobs = gather_logprobs(sampled, sampled_normalizer, tokens)
-    sampling_logprobs[torch.from_numpy(greedy).to(device)] = 0.0
-    finite = torch.isfinite(log_normalizer)
-    return [
-        Sampled(token if ok else None, lp, slp)
-        for token, ok, lp, slp in zip(
-            tokens.tolist(),
-            finite.tolist(),
-            logprobs.tolist(),
-            sampling_logprobs.tolist(),
-            strict=True,
-        )
-    ]
+        tokens = tokens.masked_fill(~torch.isfinite(sampled_normalizer), NOT_FINITE)
+        tokens = tokens.masked_fill(sampled_normalizer == _NEVER, NOTHING_LEFT)
+    tokens = tokens.masked_fill(~torch.isfinite(log_normalizer), NOT_FINITE)
+    top_ids, top_logprobs = None, None
+    if rows.num_top > 0:
+        top_ids, top_logprobs = best_tokens(scaled, log_normalizer, rows.num_top)
+    both = torch.stack((logprobs, sampling_logprobs)).cpu().numpy()
+    both[1, rows.greedy] = 0.0
+    return SampledRows(tokens.cpu().numpy(), both[0], both[1], top_ids, top_logprobs)
 
 
-def _draw(
-    scaled: Tensor, log_normalizer: Tensor, requests: list[Request], greedy: np.ndarray
-) -> Tensor:
-    if greedy.all():
+def best_tokens(
+    scaled: Tensor, log_normalizer: Tensor, k: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Ids and log-probs `[rows, min(k, vocab)]` of the best tokens, best first.
+
+    Among equals the lower id comes first, and before others into the last place.
+    scaled `[rows, vocab]` tempered logits, log_normalizer `[rows]` theirs; k at least 1.
+    """
+    logprobs = scaled - log_normalizer.unsqueeze(1)
+    k = min(k, logprobs.shape[1])
+    one_more = min(k + 1, logprobs.shape[1])
+    best, ids = (each.cpu().numpy() for each in logprobs.topk(one_more, dim=-1))
+    # topk chooses freely among equals: where the last place is tied, only a sort tells who has it.
+    tied = np.flatnonzero((best[:, k:] == best[:, k - 1 : k]).any(-1))
+    best, ids = best[:, :k].copy(), ids[:, :k].copy()
+    if len(tied):
+        order = torch.sort(logprobs[_on(logprobs, tied)], descending=True, stable=True)
+        best[tied] = order.values[:, :k].cpu().numpy()
+        ids[tied] = order.indices[:, :k].cpu().numpy()
+    order_in_row = np.lexsort((ids, -best), axis=-1)
+    return np.take_along_axis(ids, order_in_row, -1), np.take_along_axis(best, order_in_row, -1)
+
+
+def _tempered(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
+    """As `tempered`; the division by one, which changes no bit, is left out."""
+    if (temperature == 1).all():
+        return logits.float()
+    return tempered(logits, torch.from_numpy(temperature).to(logits.device))
+
+
+def _draw(scaled: Tensor, log_normalizer: Tensor, rows: SamplingRows) -> Tensor:
+    if rows.greedy.all():
         return scaled.argmax(-1)
-    keys = np.array([r.noise_key for r in requests], dtype=np.uint64)
-    positions = np.array([len(r.tokens) for r in requests], dtype=np.int64)
-    u = torch.from_numpy(uniforms(keys, positions)).to(scaled.device).unsqueeze(1)
+    u = _on(scaled, uniforms(rows.noise_keys, rows.positions)).unsqueeze(1)
     probs = torch.exp(scaled - log_normalizer.unsqueeze(1))
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).squeeze(1)
     tokens = tokens.clamp_(max=scaled.shape[1] - 1)
-    if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy).to(scaled.device), scaled.argmax(-1), tokens)
+    if rows.greedy.any():
+        tokens = torch.where(_on(scaled, rows.greedy), scaled.argmax(-1), tokens)
     return tokens
 
 
-def _filtered(
-    scaled: Tensor,
-    log_normalizer: Tensor,
-    requests: list[Request],
-    eos_token_ids: frozenset[int],
-) -> tuple[Tensor, Tensor]:
-    """The logits really sampled from, with -inf where filtered, and their normalizers."""
-    held_back = [r.num_output_tokens < r.params.min_tokens for r in requests]
-    filters = [r.params.filters and not r.params.greedy for r in requests]
-    rows = [i for i in range(len(requests)) if held_back[i] or filters[i]]
-    if not rows:
-        return scaled, log_normalizer
-    scaled, log_normalizer = scaled.clone(), log_normalizer.clone()
-    for i in rows:
-        row, params = scaled[i], requests[i].params
-        if held_back[i]:
-            row[sorted(stop_ids(requests[i], eos_token_ids))] = float("-inf")
-        if filters[i]:
-            kept = kept_tokens(row, params.top_p, params.top_k, params.min_p)
-            row.masked_fill_(~kept, float("-inf"))
-        log_normalizer[i] = normalizer(row.unsqueeze(0))[0]
-    return scaled, log_normalizer
+def _sampled_from(
+    logits: Tensor, scaled: Tensor, rows: SamplingRows
+) -> tuple[Tensor, NDArray[np.int64]]:
+    """The tempered logits really sampled from, -inf where forbidden, and the rows in which they
+    may differ from `scaled`, ascending. `scaled` itself where no row has an edit or filter on."""
+    active = [row for row in rows.edited if row.edits.active(len(row.output))]
+    active.sort(key=lambda row: row.row)
+    edited = np.array([row.row for row in active], np.int64)
+    sampled = scaled
+    if active:
+        edits = edited_logits(logits, active)
+        sampled = _replaced(sampled, edited, _tempered(edits, rows.temperature[edited]))
+    if rows.filters is None:
+        return sampled, edited
+    on = rows.filters.on & ~rows.greedy
+    filtered = np.flatnonzero(on)
+    if len(filtered):
+        kept = filtered_logits(_rows(sampled, filtered), rows.filters.select(filtered))
+        sampled = _replaced(sampled, filtered, kept)
+    return sampled, np.union1d(edited, filtered)
 
 
-def kept_tokens(scaled: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """Which tokens of one tempered row `[vocab]` survive min_p, then top_k, then top_p.
+def edited_logits(logits: Tensor, edited: Sequence[EditedRow]) -> Tensor:
+    """A fp32 copy `[len(edited), vocab]` of the rows named, edited. Ids to touch are gathered over
+    all rows first, so the device sees a few operations however many rows there are."""
+    vocab = logits.shape[1]
+    copy = logits[_on(logits, np.array([row.row for row in edited], np.int64))].float()
+    flat = copy.view(-1)
+    confined: list[int] = []
+    allowed, banned, biased, penalised = [], [], [], []
+    bias, subtract, factor = [], [], []
+    for index, (_, edits, prompt, output) in enumerate(edited):
+        start = index * vocab
+        if edits.allowed is not None:
+            confined.append(index)
+            allowed.append(start + edits.allowed)
+        ban = edits.banned(output)
+        banned.append(start + ban[(ban >= 0) & (ban < vocab)])  # an EOS id may have no logit
+        biased.append(start + edits.bias_ids)
+        bias.append(edits.bias_values)
+        penalties = edits.penalties(prompt, output)
+        if penalties is not None:
+            penalised.append(start + penalties.ids)
+            subtract.append(penalties.subtract)
+            factor.append(np.full(len(penalties.ids), edits.repetition_penalty, np.float32))
+    if confined:
+        at = _joined(flat, allowed)
+        kept = flat[at]
+        copy[_on(copy, np.array(confined))] = _NEVER
+        flat[at] = kept
+    flat[_joined(flat, banned)] = _NEVER
+    flat[_joined(flat, biased)] += _joined(flat, bias)
+    if penalised:
+        at, by = _joined(flat, penalised), _joined(flat, factor)
+        x = flat[at]
+        flat[at] = torch.where(x > 0, x / by, x * by) - _joined(flat, subtract)
+    return copy
 
-    Ties are broken by the lower token id, so top_k keeps exactly k. top_p keeps the smallest set
-    of best tokens whose mass reaches top_p, at least one.
+
+def filtered_logits(scaled: Tensor, filters: Filters) -> Tensor:
+    """`scaled` `[rows, vocab]`, tempered, with -inf where min_p, then top_k, then top_p filter.
+
+    Returns a new tensor. top_k keeps exactly k, the lower ids among equals. top_p keeps the
+    smallest set of best tokens whose share of the mass that is left reaches it, at least one.
     """
-    order = torch.sort(scaled, descending=True, stable=True).indices
-    probs = scaled[order].softmax(-1)
-    keep = torch.ones_like(probs, dtype=torch.bool)
-    if min_p > 0:
-        keep &= probs >= min_p * probs[0]
-    if top_k > 0:
-        keep[top_k:] = False
-    if top_p < 1:
-        probs = torch.where(keep, probs, 0.0)
-        mass_before = probs.cumsum(-1) - probs
-        keep &= mass_before < top_p * probs.sum()
-    keep[0] = True
-    kept = torch.zeros_like(keep)
-    kept[order] = keep
-    return kept
+    vocab = scaled.shape[1]
+    if (filters.min_p > 0).any():
+        with np.errstate(divide="ignore"):
+            relative = _on(scaled, np.log(filters.min_p))
+        least = (scaled.amax(-1) + relative).to(scaled.dtype)
+        scaled = scaled.masked_fill(scaled < least.unsqueeze(1), _NEVER)
+    ranked = np.flatnonzero((filters.top_k > 0) | (filters.top_p < 1))
+    if not len(ranked):
+        return scaled
+    rows, filters = _rows(scaled, ranked), filters.select(ranked)
+    values, order = torch.sort(rows, descending=True, stable=True)
+    top_k = _on(scaled, np.where(filters.top_k > 0, filters.top_k, vocab))
+    drop = torch.arange(vocab, device=scaled.device) >= top_k.unsqueeze(1)
+    if (filters.top_p < 1).any():
+        weights = torch.exp(values - values[:, :1]).masked_fill_(drop, 0.0)
+        mass = weights.cumsum(-1, dtype=torch.float64)
+        top_p = np.where(filters.top_p < 1, filters.top_p, np.inf)
+        enough = _on(scaled, top_p).unsqueeze(1) * mass[:, -1:]
+        drop |= mass - weights >= enough
+    drop[:, 0] = False
+    drop = torch.empty_like(drop).scatter_(1, order, drop)
+    return _replaced(scaled, ranked, rows.masked_fill(drop, _NEVER))
+
+
+def _on(like: Tensor, column: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(column).to(like.device)
+
+
+def _joined(like: Tensor, parts: list[NDArray[Any]]) -> Tensor:
+    return _on(like, np.concatenate(parts))
+
+
+def _rows(values: Tensor, index: NDArray[np.int64]) -> Tensor:
+    """The rows of `index`, ascending; `values` itself when these are all."""
+    return values if len(index) == len(values) else values[_on(values, index)]
+
+
+def _replaced(values: Tensor, index: NDArray[np.int64], rows: Tensor) -> Tensor:
+    """`values` with `rows` in the place of those of `index`, ascending; `values` stays."""
+    return rows if len(index) == len(values) else values.index_copy(0, _on(values, index), rows)

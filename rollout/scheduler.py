@@ -3,63 +3,61 @@
 One plan per step under a token budget. Running requests first, oldest first; then waiting ones
 are admitted, first come first served. Out of blocks, the newest running request is preempted: its
 KV is dropped, its tokens stay, and it goes back to the head of the queue.
+
+The running requests are rows of a `RunningBatch`. What happens to all of them in every step is
+arithmetic on its columns; a request is looked at by itself when it comes, crosses into a new
+block, completes one, may have ended, or leaves.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable
 
-from kvcache import KVCacheManager
-from rollout.request import Request, RequestStatus
+import numpy as np
+
+from kvcache import NEVER, KVCacheManager
+from rollout.request import Request, RequestStatus, ranked
+from rollout.running import RunningBatch
+from rollout.sampling_rows import NOTHING_LEFT, SampledRows
+from rollout.step_plan import Committed, IntColumn, StepPlan
 from rollout.stopping import check_stop
 
 
-class Scheduled(NamedTuple):
-    """One entry of a plan: `request` computes its next `num_new_tokens` tokens."""
-
-    request: Request
-    num_new_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this step computes the request's last token, so that one is sampled."""
-        return self.num_new_tokens == self.request.num_uncomputed_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step sampled for one request; `token` is None where the logits were not finite."""
-
-    token: int | None
-    logprob: float
-    sampling_logprob: float
-
-
 class Scheduler:
-    """Owns the queues and each request's blocks. Not thread-safe: the engine serialises calls."""
+    """Owns the queues and each request's blocks. Not thread-safe: the engine serialises calls.
+
+    long_prefill_token_threshold: most tokens one request computes in a step; 0 = the budget. With
+    it several long prompts advance side by side; without it samples of one prompt share best.
+    """
 
     def __init__(
         self,
         kv: KVCacheManager[int],
-        max_batch_size: int,
+        batch: RunningBatch,
         max_num_batched_tokens: int,
         eos_token_ids: frozenset[int],
+        long_prefill_token_threshold: int = 0,
     ) -> None:
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-        if max_num_batched_tokens < max_batch_size:
+        if max_num_batched_tokens < batch.max_batch_size:
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
-                f"max_batch_size ({max_batch_size}): every running request needs a token a step"
+                f"max_batch_size ({batch.max_batch_size}): each running request needs a token a "
+                "step"
+            )
+        if long_prefill_token_threshold < 0:
+            raise ValueError(
+                "long_prefill_token_threshold must be 0 (off) or a number of tokens, got "
+                f"{long_prefill_token_threshold}"
             )
         self._kv = kv
-        self._max_batch_size = max_batch_size
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.batch = batch
+        self._budget = max_num_batched_tokens
+        self._chunk = long_prefill_token_threshold or max_num_batched_tokens
         self._eos_token_ids = eos_token_ids
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # oldest first
+        self._rows: IntColumn | None = None  # of `running`; None when that has changed
         self.finished: Counter[str] = Counter()
         self.preemptions = 0
 
@@ -68,122 +66,201 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request that has been checked to fit."""
-        self.waiting.append(request)
+        """Queue a request; one that admission has rejected ends here."""
+        if request.finish_reason is None:
+            self.waiting.append(request)
+        else:
+            self._finish_all([request])
 
-    def plan(self, version: int) -> list[Scheduled]:
+    # ---------------------------------------------------------------- planning
+
+    def plan(self, version: int) -> StepPlan:
         """The next step under policy version `version`. Takes blocks and publishes their keys.
 
         Never empty while `has_work`: one request alone always fits.
         """
-        plan, budget, preempted = self._plan_running()
-        if preempted:
-            return plan
+        preemptions = self.preemptions
+        rows, new = self._plan_running()
+        if self.preemptions == preemptions and self.waiting:
+            admitted = self._admit(version, self._budget - int(new.sum()))
+            if admitted:
+                columns = np.array(admitted, np.int64)
+                rows = np.concatenate((rows, columns[:, 0]))
+                new = np.concatenate((new, columns[:, 1]))
+        samples = self.batch.num_computed[rows] + new == self.batch.num_tokens[rows]
+        return StepPlan(rows, new, samples)
+
+    def _plan_running(self) -> tuple[IntColumn, IntColumn]:
+        batch, rows = self.batch, self._running_rows()
+        new = np.minimum(batch.num_tokens[rows] - batch.num_computed[rows], self._chunk)
+        total = np.cumsum(new)
+        if len(rows) and total[-1] > self._budget:
+            new = np.clip(self._budget - (total - new), 0, new)
+            rows, new = rows[new > 0], new[new > 0]
+        ends = batch.num_computed[rows] + new
+        for index in np.flatnonzero(ends > batch.num_slots[rows]).tolist():
+            if not self._grow(index, int(ends[index])):
+                break
+        planned = min(len(rows), len(self.running))  # preempted ones were the last
+        rows, new, ends = rows[:planned], new[:planned], ends[:planned]
+        for index in np.flatnonzero(ends >= batch.publish_at[rows]).tolist():
+            self._publish(int(rows[index]), int(ends[index]))
+        return rows, new
+
+    def _grow(self, index: int, num_tokens: int) -> bool:
+        """Room for the running request number `index`; False if it was preempted itself."""
+        while index < len(self.running):
+            request = self.running[index]
+            taken = self._kv.grow(request.request_id, num_tokens)
+            if taken is not None:
+                assert request.row is not None
+                self.batch.add_blocks(request.row, taken)
+                return True
+            self._requeue(self.running.pop())
+            self.preemptions += 1
+        return False
+
+    def _publish(self, row: int, num_tokens: int) -> None:
+        """Published now, before it is computed: the same step's later admissions may share it."""
+        batch, request_id = self.batch, self.batch.request(row).request_id
+        batch.publish_at[row] = self._kv.publish(request_id, batch.tokens[row], num_tokens)
+
+    def _admit(self, version: int, budget: int) -> list[tuple[int, int]]:
+        """Move waiting requests into rows while they fit: (row, new tokens) of each."""
+        admitted: list[tuple[int, int]] = []
         while (
             self.waiting
             and budget
-            and len(self.running) < self._max_batch_size
+            and len(self.running) < self.batch.max_batch_size
             and self._kv.num_free_blocks
         ):
             request = self.waiting[0]
-            cached = self._kv.begin(request.request_id, request.tokens, version)
-            new = min(len(request.tokens) - cached, budget)
-            if not self._kv.grow(request.request_id, cached + new):
-                self._kv.free(request.request_id)
+            request_id, length = request.request_id, len(request.tokens)
+            match = request.prompt_scores is None  # a prompt's logits come of computing it
+            cached = self._kv.begin(request_id, request.tokens, version, match=match)
+            new = min(length - cached, budget, self._chunk)
+            if self._kv.grow(request_id, cached + new) is None:
+                self._kv.free(request_id)
                 break
             self.waiting.popleft()
             request.status = RequestStatus.RUNNING
-            request.num_computed_tokens = cached
-            if request.sealed:
-                self._kv.seal(request.request_id)
+            row = self.batch.add(request, cached)
+            self.batch.add_blocks(row, self._kv.block_ids(request_id))
             self.running.append(request)
+            self._rows = None
+            self.batch.publish_at[row] = 0
+            if request.sealed:
+                self._seal(request)
+            else:
+                self._publish(row, cached + new)
             budget -= new
-            self._schedule(plan, request, new)
-        return plan
+            admitted.append((row, new))
+        return admitted
 
-    def _plan_running(self) -> tuple[list[Scheduled], int, bool]:
-        plan: list[Scheduled] = []
-        budget, preempted = self._max_num_batched_tokens, False
-        index = 0
-        while index < len(self.running) and budget:
-            request = self.running[index]
-            new = min(request.num_uncomputed_tokens, budget)
-            total = request.num_computed_tokens + new
-            while not self._kv.grow(request.request_id, total):
-                preempted = True
-                if self._preempt_newest() is request:
-                    return plan, budget, preempted
-            budget -= new
-            self._schedule(plan, request, new)
-            index += 1
-        return plan, budget, preempted
-
-    def _schedule(self, plan: list[Scheduled], request: Request, new: int) -> None:
-        """Published now, before it is computed: the same step's later admissions may share it."""
-        self._kv.publish(request.request_id, request.tokens, request.num_computed_tokens + new)
-        plan.append(Scheduled(request, new))
-
-    def _preempt_newest(self) -> Request:
-        request = self.running.pop()
-        self._requeue(request)
-        self.preemptions += 1
-        return request
+    def _running_rows(self) -> IntColumn:
+        if self._rows is None:
+            self._rows = np.array([request.row for request in self.running], np.int64)
+        return self._rows
 
     def _requeue(self, request: Request) -> None:
+        """Drop the KV of a request taken from `running`; it waits at the head."""
         self._kv.free(request.request_id)
-        request.num_computed_tokens = 0
+        self.batch.remove(request)
+        self._rows = None
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
 
-    def commit(
-        self, plan: list[Scheduled], sampled: list[Sampled], version: int
-    ) -> list[Request]:
-        """Take a step's results, in the order of the plan's sampling entries; returns the ended."""
-        ended, rows = [], iter(sampled)
-        for entry in plan:
-            request, samples = entry.request, entry.samples
-            request.num_computed_tokens += entry.num_new_tokens
-            if not samples:
-                continue
-            row = next(rows)
-            if row.token is None:
+    # ---------------------------------------------------------------- results
+
+    def commit(self, plan: StepPlan, sampled: SampledRows, version: int) -> Committed:
+        """Take a step's results; row i of `sampled` belongs to `plan.sampled_rows[i]`."""
+        batch = self.batch
+        batch.num_computed[plan.rows] += plan.num_new
+        rows, tokens = plan.sampled_rows, sampled.tokens
+        good = tokens >= 0
+        ended = self._fail_rows(rows[~good], tokens[~good], version) if not good.all() else []
+        rows, tokens = rows[good], tokens[good]
+        at = batch.num_tokens[rows]
+        batch.tokens[rows, at] = tokens
+        batch.logprobs[rows, at] = sampled.logprobs[good]
+        batch.sampling_logprobs[rows, at] = sampled.sampling_logprobs[good]
+        batch.num_tokens[rows] = at + 1
+        output_start = at - batch.num_prompt_tokens[rows]
+        for index in np.flatnonzero(batch.version[rows] != version).tolist():
+            row = int(rows[index])
+            batch.request(row).spans.append((version, int(output_start[index])))
+            batch.version[row] = version
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            top = zip(rows.tolist(), sampled.top_ids[good], sampled.top_logprobs[good], strict=True)
+            for row, ids, logprobs in top:
+                if batch.num_top[row]:
+                    best = ranked(ids, logprobs, int(batch.num_top[row]))
+                    batch.request(row).top.append(best)
+        may_end = (at + 1 >= batch.stop_length[rows]) | batch.watched[rows]
+        may_end |= np.isin(tokens, batch.stop_ids)
+        for index in np.flatnonzero(may_end).tolist():
+            request = batch.request(int(rows[index]))
+            num_tokens = int(at[index]) + 1
+            if check_stop(request, int(tokens[index]), num_tokens, self._eos_token_ids):
+                ended.append(request)
+        self._finish_all(ended)
+        return Committed(ended, rows[output_start == 0], len(rows))
+
+    def _fail_rows(self, rows: IntColumn, marks: IntColumn, version: int) -> list[Request]:
+        failed = [self.batch.request(row) for row in rows.tolist()]
+        for request, mark in zip(failed, marks.tolist(), strict=True):
+            assert request.row is not None
+            position = int(self.batch.num_tokens[request.row])
+            if mark == NOTHING_LEFT:
+                request.fail(
+                    "error",
+                    "no_token_allowed",
+                    f"allowed_token_ids, bad_words and min_tokens leave no token for position "
+                    f"{position}; the tokens so far are kept",
+                )
+            else:
                 request.fail(
                     "error",
                     "non_finite_logits",
-                    f"the model's logits at position {len(request.tokens)} are not finite under "
+                    f"the model's logits at position {position} are not finite under "
                     f"policy version {version}; the tokens so far are kept",
                 )
-                ended.append(request)
-                continue
-            request.append(row.token, row.logprob, row.sampling_logprob, version)
-            if check_stop(request, self._eos_token_ids):
-                ended.append(request)
-        if ended:
-            for request in ended:
-                self._finish(request)
-            self.running = [r for r in self.running if not r.finished]
-        return ended
+        return failed
 
-    def _finish(self, request: Request) -> None:
-        assert request.finish_reason is not None
-        if request.status is RequestStatus.RUNNING:
-            self._kv.free(request.request_id)
-        request.status = RequestStatus.FINISHED
-        self.finished[request.finish_reason] += 1
-
-    def reject(self, request: Request, reason: str, message: str) -> None:
-        """End a request that never entered the queue."""
-        request.fail("rejected", reason, message)
-        self._finish(request)
-
-    def abort(self, requests: list[Request]) -> None:
-        """End waiting or running requests as `aborted`, tokens kept; ended ones are left alone."""
+    def _finish_all(self, requests: Iterable[Request]) -> None:
+        """End requests whose finish reason is set, wherever they are; each once."""
+        ran = waited = False
         for request in requests:
-            if not request.finished:
-                request.finish_reason = "aborted"
-                self._finish(request)
-        self.running = [r for r in self.running if not r.finished]
-        self.waiting = deque(r for r in self.waiting if not r.finished)
+            assert request.finish_reason is not None
+            if request.status is RequestStatus.RUNNING:
+                ran = True
+                self._kv.free(request.request_id)
+                self.batch.remove(request)
+            else:
+                waited = True
+            if request.detokenizer is not None:
+                request.detokenizer.finish()
+            request.status = RequestStatus.FINISHED
+            self.finished[request.finish_reason] += 1
+        if ran:
+            self.running = [r for r in self.running if not r.finished]
+            self._rows = None
+        if waited:
+            self.waiting = deque(r for r in self.waiting if not r.finished)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End waiting or running requests as `aborted`, tokens kept; ended ones are left alone."""
+        live = [r for r in requests if not r.finished]
+        for request in live:
+            request.finish_reason = "aborted"
+        self._finish_all(live)
+
+    def fail(self, requests: Iterable[Request], reason: str, message: str) -> None:
+        """End waiting or running requests as `error`, tokens kept; ended ones are left alone."""
+        live = [r for r in requests if not r.finished]
+        for request in live:
+            request.fail("error", reason, message)
+        self._finish_all(live)
 
     def requeue_running(self) -> None:
         """Drop all KV and put the running requests back at the head: new weights, same tokens."""
@@ -194,14 +271,21 @@ class Scheduler:
         """Running requests go on with the KV they have, and never publish a block again."""
         for request in self.running:
             request.sealed = True
-            self._kv.seal(request.request_id)
+            self._seal(request)
 
-    def abandon(self, plan: list[Scheduled]) -> None:
+    def _seal(self, request: Request) -> None:
+        assert request.row is not None
+        self._kv.seal(request.request_id)
+        self.batch.publish_at[request.row] = NEVER
+
+    def abandon(self, plan: StepPlan) -> None:
         """A step failed: take back the keys of blocks it never computed, and start over.
 
         Whoever matched such a block in the same plan counts it as computed, so all KV goes.
         """
-        for request, _ in plan:
-            if request.status is RequestStatus.RUNNING:
-                self._kv.unpublish_from(request.request_id, request.num_computed_tokens)
+        for row in plan.rows.tolist():
+            request = self.batch.requests[row]
+            if request is not None:
+                computed = int(self.batch.num_computed[row])
+                self._kv.unpublish_from(request.request_id, computed)
         self.requeue_running()

@@ -205,5 +205,16 @@ def test_slots_of_a_step():
     )
     assert metadata.positions.tolist() == [5, 6, 0, 1, 2]
     assert metadata.slot_mapping.tolist() == [9, 10, 20, 21, 22]
-    assert metadata.slot_table(7)[0].tolist() == [36, 37, 38, 39, 8, 9, 10]
+    assert metadata.slots(np.array([0]), 0, 7)[0].tolist() == [36, 37, 38, 39, 8, 9, 10]
     assert metadata.num_tokens == 5
+
+
+def test_table_rows_name_rows_of_a_larger_table():
+    """The engine's table is persistent: sequences of a step are some of its rows, in any order."""
+    table = np.array([[9, 2], [7, 7], [5, 0]])
+    picked = AttentionMetadata(np.array([0, 3, 5]), np.array([3, 7]), table, 4, np.array([2, 0]))
+    alone = AttentionMetadata(np.array([0, 3, 5]), np.array([3, 7]), table[[2, 0]], 4)
+    assert picked.slot_mapping.tolist() == alone.slot_mapping.tolist() == [20, 21, 22, 9, 10]
+    everyone = np.array([1, 0, 1])
+    assert (picked.slots(everyone, 3, 8) == alone.slots(everyone, 3, 8)).all()
+    assert picked.slots(everyone, 3, 8)[0].tolist() == [39, 8, 9, 10, 11]

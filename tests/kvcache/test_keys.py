@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcache import block_keys, child_key, root_key
 
@@ -58,12 +60,37 @@ def test_incremental_equals_from_scratch() -> None:
     assert chained == block_keys(ROOT, tokens, 16)
 
 
-def test_numpy_ids_have_the_keys_of_ints() -> None:
-    """K9: a key depends on the ids, not on the sequence type that carries them."""
-    tokens = list(range(32))
-    for dtype in (np.int32, np.int64):
-        array: Any = np.array(tokens, dtype)
-        assert block_keys(ROOT, array, 16) == block_keys(ROOT, tokens, 16)
+@given(
+    tokens=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=70),
+    block_size=st.sampled_from([1, 4, 16, 64]),
+    dtype=st.sampled_from(["<i4", ">i4", "<i8"]),
+    stride=st.integers(1, 3),
+)
+def test_arrays_have_the_keys_of_lists(
+    tokens: list[int], block_size: int, dtype: str, stride: int
+) -> None:
+    """K9: a key depends on the ids, not on their container, its byte order, width or strides."""
+    spread: Any = np.zeros(len(tokens) * stride, dtype)
+    spread[::stride] = tokens
+    assert block_keys(ROOT, spread[::stride], block_size) == block_keys(ROOT, tokens, block_size)
+    assert child_key(ROOT, spread[::stride]) == child_key(ROOT, tokens)
+
+
+def test_array_is_hashed_without_visiting_its_tokens() -> None:
+    """K9: an int32 array is read as bytes: no token is ever made an int."""
+
+    class Bytes(np.ndarray):
+        def __iter__(self) -> Any:
+            raise AssertionError("tokens are visited one by one")
+
+        def __getitem__(self, index: Any) -> Any:
+            assert isinstance(index, slice), "a token is read alone"
+            return super().__getitem__(index)
+
+    tokens: Any = np.arange(48, dtype=np.int32)
+    assert block_keys(ROOT, tokens.view(Bytes), 16) == block_keys(ROOT, range(48), 16)
+    with pytest.raises(AssertionError, match="one by one"):
+        child_key(ROOT, tokens.astype(np.int64).view(Bytes))
 
 
 def test_versions_and_salts_have_roots_of_their_own() -> None:
@@ -110,7 +137,13 @@ def test_bad_tokens_and_block_size_are_refused() -> None:
     """K9: no key for no tokens, for ids beyond int32 or for blocks of no size."""
     with pytest.raises(ValueError, match="token_ids must hold at least one token"):
         child_key(ROOT, [])
+    with pytest.raises(ValueError, match="token_ids must hold at least one token"):
+        child_key(ROOT, np.zeros(0, np.int32))
+    with pytest.raises(ValueError, match=r"token_ids must be 1-d, got shape \(2, 4\)"):
+        child_key(ROOT, np.zeros((2, 4), np.int32))
     with pytest.raises(struct.error):
         child_key(ROOT, [2**31])
+    with pytest.raises(struct.error):
+        child_key(ROOT, np.array([2**31]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         block_keys(ROOT, [1], 0)

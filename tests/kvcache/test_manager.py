@@ -2,9 +2,18 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from kvcache import BlockError, BlockPool, KVCacheManager, PrefixStats, block_keys, root_key
+from kvcache import (
+    NEVER,
+    BlockError,
+    BlockPool,
+    KVCacheManager,
+    PrefixStats,
+    block_keys,
+    root_key,
+)
 
 PROMPT = list(range(100, 148))  # three blocks of 16
 
@@ -25,7 +34,7 @@ def run(
 ) -> int:
     """Begin a request and compute all its tokens; the number of cached tokens."""
     num_cached = manager.begin(request_id, token_ids, version, salt)
-    assert manager.grow(request_id, len(token_ids))
+    assert manager.grow(request_id, len(token_ids)) is not None
     manager.publish(request_id, token_ids, len(token_ids))
     return num_cached
 
@@ -84,6 +93,7 @@ def test_no_hit_with_caching_off() -> None:
         manager.free("a")
         assert run(manager, "b", [*PROMPT, 1]) == (48 if enabled else 0)
         assert len(manager.block_ids("b")) == 4
+        assert manager.publish("b", [*PROMPT, 1], 49) == (64 if enabled else NEVER)
         assert manager.prefix_stats() == ({0: PrefixStats(98, 48)} if enabled else {})
         manager.free("b")
         manager.check_integrity()
@@ -96,8 +106,8 @@ def test_publishing_step_by_step_equals_at_once(manager: KVCacheManager[str]) ->
     for chunk in (1, 7, 16, 33, 100):
         manager.begin("a", tokens, 0)
         for end in [*range(chunk, 100, chunk), 100]:
-            assert manager.grow("a", end)
-            manager.publish("a", tokens, end)
+            assert manager.grow("a", end) is not None
+            assert manager.publish("a", tokens, end) == (end // 16 + 1) * 16
         keys = [manager.pool.blocks[block_id].key for block_id in manager.block_ids("a")]
         assert keys == [*expected, None]
         manager.free("a")
@@ -108,7 +118,7 @@ def test_other_version_or_salt_hits_nothing(manager: KVCacheManager[str]) -> Non
     """K10: neither the first nor any later block. Control: the same version and salt hit all."""
     tokens = [*PROMPT, 1]
     run(manager, "a", tokens, version=3, salt="x")
-    others = [(4, "x"), (2, "x"), (3, "y"), (3, None)]
+    others = [(3, "y"), (3, None), (4, "x"), (4, "y")]
     for version, salt in [(3, "x"), *others]:
         cached = manager.begin("b", tokens, version, salt)
         assert cached == (0 if (version, salt) in others else 48)
@@ -132,22 +142,39 @@ def test_only_crossing_a_block_takes_one(manager: KVCacheManager[str]) -> None:
     """K12: growing inside a block takes none, crossing takes exactly one, never shrinking."""
     manager.begin("a", [1], 0)
     for num_tokens in range(1, 65):
-        assert manager.grow("a", num_tokens)
+        taken = manager.grow("a", num_tokens)
+        assert taken is not None
+        assert len(taken) == (num_tokens % 16 == 1)
         assert len(manager.block_ids("a")) == (num_tokens + 15) // 16
-    assert manager.grow("a", 3)
+    room = manager.grow("a", 3)
+    assert room is not None and len(room) == 0
     assert len(manager.block_ids("a")) == 4
     assert counts(manager) == (16, 0, 4)
+
+
+def test_grow_gives_the_ids_that_extend_the_table(manager: KVCacheManager[str]) -> None:
+    """K12: matched ids and what every grow() gave, one after the other, are the block table."""
+    run(manager, "a", [*PROMPT, 1])
+    assert manager.begin("b", [*PROMPT, 2], 0) == 48
+    row = list(manager.block_ids("b"))
+    for num_tokens in (49, 60, 64, 65, 200, 199, 201):
+        taken = manager.grow("b", num_tokens)
+        assert taken is not None
+        row += taken
+        assert row == list(manager.block_ids("b"))
+    assert len(row) == 13
 
 
 def test_growing_too_far_takes_nothing(manager: KVCacheManager[str]) -> None:
     """K12, K16: a refused grow changes nothing, and what fits is still granted."""
     run(manager, "a", PROMPT)
     before = list(manager.block_ids("a"))
-    assert not manager.grow("a", manager.max_tokens + 1)
+    assert manager.grow("a", manager.max_tokens + 1) is None
     assert list(manager.block_ids("a")) == before
     assert manager.num_free_blocks == 17
     assert manager.grow("a", manager.max_tokens)
     assert manager.num_free_blocks == 0
+    assert manager.grow("a", manager.max_tokens) == ()
 
 
 def test_matched_blocks_are_not_evicted_for_their_own_request(
@@ -179,7 +206,7 @@ def test_output_of_turn_1_is_prefix_of_turn_2(manager: KVCacheManager[str]) -> N
     run(manager, "turn 1", tokens)
     while len(tokens) < 60:
         tokens = [*tokens, len(tokens)]
-        assert manager.grow("turn 1", len(tokens))
+        assert manager.grow("turn 1", len(tokens)) is not None
         manager.publish("turn 1", tokens, len(tokens))
     manager.free("turn 1")
     assert manager.begin("turn 2", [*tokens, 7, 8, 9], 0) == 48
@@ -192,7 +219,7 @@ def test_sampled_token_is_not_published(manager: KVCacheManager[str]) -> None:
     tokens = [*prompt, sampled]
     manager.publish("a", tokens, num_tokens=15)
     assert findable(manager, tokens) == 0
-    assert manager.grow("a", 16)
+    assert manager.grow("a", 16) == ()
     manager.publish("a", tokens, num_tokens=16)
     assert findable(manager, tokens) == 1
     with pytest.raises(ValueError, match="num_tokens must be at most the 31 token_ids, got 32"):
@@ -231,30 +258,13 @@ def test_sealed_request_publishes_nothing_more(manager: KVCacheManager[str]) -> 
     run(manager, "a", PROMPT[:20])
     manager.seal("a")
     assert manager.grow("a", 48)
-    manager.publish("a", PROMPT, 48)
+    assert manager.publish("a", PROMPT, 48) == NEVER
     assert findable(manager, PROMPT) == 1
     assert manager.unpublish_from("a", 20) == []
-    manager.publish("a", PROMPT, 48)
+    assert manager.publish("a", PROMPT, 48) == NEVER
     assert findable(manager, PROMPT) == 1
     manager.free("a")
     assert counts(manager) == (19, 1, 0)
-
-
-def test_request_that_spans_versions_is_never_found(manager: KVCacheManager[str]) -> None:
-    """K20, W12: retiring a version seals its requests and unkeys its blocks, held or not."""
-    run(manager, "old", PROMPT)
-    run(manager, "done", [*range(32), 1])
-    manager.free("done")
-    assert manager.unpublish_older(1) == 5
-    longer = [*PROMPT, *range(16)]
-    assert manager.grow("old", 64)
-    manager.publish("old", longer, 64)
-    for version in (0, 1):
-        assert findable(manager, longer, version) == findable(manager, [*range(32)], version) == 0
-    with pytest.raises(ValueError, match="policy_version must be at least 1, got 0"):
-        manager.begin("late", PROMPT, 0)
-    assert run(manager, "new", PROMPT, version=1) == 0
-    assert manager.begin("newer", [*PROMPT, 1], 1) == 48
 
 
 def test_withdrawn_step_is_not_published(manager: KVCacheManager[str]) -> None:
@@ -289,8 +299,9 @@ def test_requests_that_trusted_a_withdrawn_block_are_named(manager: KVCacheManag
     run(manager, "old", PROMPT[:16])
     run(manager, "failed", [*PROMPT, 1])
     run(manager, "matched new", [*PROMPT, 2])
+    run(manager, "matched half", [*PROMPT[:32], 2])
     run(manager, "matched old", [*PROMPT[:16], 3])
-    assert manager.unpublish_from("failed", 16) == ["matched new"]
+    assert manager.unpublish_from("failed", 16) == ["matched new", "matched half"]
     assert manager.unpublish_from("matched new", 48) == []
     assert findable(manager, PROMPT) == 1
     manager.free("matched new")
@@ -319,14 +330,36 @@ def test_unadmitted_request_is_not_counted(manager: KVCacheManager[str]) -> None
     assert manager.prefix_stats() == {0: PrefixStats(98, 48), 1: PrefixStats(49, 0)}
 
 
-def test_statistics_are_bounded(manager: KVCacheManager[str]) -> None:
-    """W10: hundreds of versions leave the latest 64 counters, and no blocks."""
-    for version in range(200):
-        manager.unpublish_older(version)
-        run(manager, "a", PROMPT, version)
-        manager.free("a")
-    assert sorted(manager.prefix_stats()) == list(range(136, 200))
-    assert counts(manager) == (17, 3, 0)
+def test_unmatched_request_publishes_and_is_not_counted(manager: KVCacheManager[str]) -> None:
+    """K14, K19: match=False computes every position, beside a cached copy and before others."""
+    tokens = [*PROMPT, 1]
+    assert manager.begin("first", tokens, 0, match=False) == 0
+    assert manager.grow("first", 49)
+    assert manager.publish("first", tokens, 49) == 64
+    assert manager.prefix_stats() == {}
+    assert run(manager, "b", tokens) == 48
+    assert manager.begin("again", tokens, 0, match=False) == 0
+    assert manager.grow("again", 49)
+    manager.publish("again", tokens, 49)
+    assert set(manager.block_ids("again")).isdisjoint(manager.block_ids("b"))
+    assert all(manager.pool.blocks[i].key is None for i in manager.block_ids("again"))
+    assert manager.prefix_stats() == {0: PrefixStats(49, 48)}
+
+
+def test_array_tokens_are_those_of_lists(manager: KVCacheManager[str]) -> None:
+    """K9, K15: arrays, also a row with room to spare, find what lists published and vice versa."""
+    row = np.full(64, -1, np.int32)
+    row[:48] = PROMPT
+    manager.begin("array", row[:20], 0)
+    assert manager.grow("array", 48)
+    assert manager.publish("array", row, 20) == 32
+    assert findable(manager, PROMPT) == 1
+    assert manager.publish("array", row[:48], 48) == 64
+    assert findable(manager, PROMPT) == 3
+    assert manager.begin("list", [*PROMPT, 1], 0) == 48
+    assert manager.begin("array 2", row, 0) == 48
+    with pytest.raises(ValueError, match="token_ids of request 'b' must not be empty"):
+        manager.begin("b", row[:0], 0)
 
 
 def test_reset_is_refused_while_a_table_is_open(manager: KVCacheManager[str]) -> None:

@@ -1,15 +1,18 @@
 """Random lives of requests over a small pool, against a model of what the KV storage contains.
 
 The model knows, for every block, which tokens under which version and salt its KV was computed
-from. Hypothesis plans steps, lets some fail, preempts, frees, seals and changes versions; after
-every operation the bookkeeping is consistent, every findable block contains what its key says, and
-every running request reads the KV of its own tokens.
+from, and in which order cached blocks were last used. Hypothesis plans steps, lets some fail,
+preempts, frees, seals, changes versions under running requests and drops the storage; after every
+operation the bookkeeping is consistent, every findable block contains what its key says, nothing
+of older weights is found, and every running request reads the KV of its own tokens.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,12 +23,23 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvcache import BlockError, BlockPool, KVCacheManager, block_keys, root_key
+from kvcache import (
+    NEVER,
+    Block,
+    BlockError,
+    BlockPool,
+    KVCacheManager,
+    PrefixStats,
+    TokenIds,
+    block_keys,
+    root_key,
+)
 
 Content = tuple[int, str | None, tuple[int, ...]]
 
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SALTS = st.sampled_from([None, "salt"])
+PROMPTS = st.tuples(TOKENS, SALTS, st.sampled_from([True, True, False]))
 
 
 @dataclass
@@ -35,8 +49,11 @@ class Running:
     tokens: list[int]
     version: int
     salt: str | None
+    match: bool
     computed: int
     matched: int
+    published: int  # blocks
+    num_query_tokens: int = 0  # that the statistics do not know yet
     sealed: bool = False
     foreign: bool = False  # computed something under another version than its own
 
@@ -51,31 +68,36 @@ class Planned:
 
 
 class CacheMachine(RuleBasedStateMachine):
+    pool_class: type[BlockPool] = BlockPool
     manager: KVCacheManager[int]
 
     @initialize(
         num_blocks=st.integers(2, 14),
         block_size=st.sampled_from([1, 2, 4]),
         caching=st.sampled_from([True, True, True, False]),
+        as_array=st.booleans(),
     )
-    def create(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.manager = KVCacheManager(BlockPool(num_blocks, caching), block_size)
+    def create(self, num_blocks: int, block_size: int, caching: bool, as_array: bool) -> None:
+        self.manager = KVCacheManager(self.pool_class(num_blocks, caching), block_size)
         self.caching = caching
+        self.as_array = as_array
         self.version = 0
+        self.cached: list[int] = []  # longest unused first
+        self.stats: dict[int, PrefixStats] = {}
         self.next_id = 0
         self.running: dict[int, Running] = {}
         self.contents: dict[int, Content] = {}
 
     @rule(
         choices=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=3),
-        prompts=st.lists(st.tuples(PROMPTS, SALTS), max_size=3),
+        prompts=st.lists(PROMPTS, max_size=3),
         sampled=st.integers(0, 1),
         fails=st.sampled_from([False, False, True]),
     )
     def step(
         self,
         choices: list[tuple[int, int]],
-        prompts: list[tuple[list[int], str | None]],
+        prompts: list[tuple[list[int], str | None, bool]],
         sampled: int,
         fails: bool,
     ) -> None:
@@ -85,27 +107,45 @@ class CacheMachine(RuleBasedStateMachine):
             ids = [i for i in self.running if i not in {part.request_id for part in plan}]
             if ids:
                 self.plan(plan, ids[choice % len(ids)], num_new)
-        for prompt, salt in prompts:
-            self.plan(plan, self.begin(prompt, salt), len(prompt))
+        for prompt, salt, match in prompts:
+            self.plan(plan, self.begin(prompt, salt, match), len(prompt))
         if fails:
             self.fail(plan)
         else:
             self.compute(plan, sampled)
 
-    def begin(self, tokens: list[int], salt: str | None) -> int:
+    def ids(self, tokens: list[int]) -> TokenIds:
+        return np.array(tokens, np.int32) if self.as_array else tokens
+
+    def begin(self, tokens: list[int], salt: str | None, match: bool) -> int:
         size = self.manager.block_size
         found = 0
         for key in block_keys(root_key(self.version, salt), tokens[:-1], size):
-            if self.manager.pool.lookup(key) is None:
+            if self.manager.pool.lookup(key) is None or not match:
                 break
             found += 1
         request_id = self.next_id
         self.next_id += 1
-        cached = self.manager.begin(request_id, tokens, self.version, salt)
+        ids = self.ids(tokens)
+        cached = self.manager.begin(request_id, ids, self.version, salt, match=match)
         assert cached == found * size <= len(tokens) - 1
         assert self.caching or cached == 0
-        self.running[request_id] = Running(list(tokens), self.version, salt, cached, found)
+        held = self.manager.block_ids(request_id)
+        self.cached = [block_id for block_id in self.cached if block_id not in held]
+        request = Running(list(tokens), self.version, salt, match, cached, found, found)
+        request.num_query_tokens = len(tokens) if match and self.caching else 0
+        self.running[request_id] = request
         return request_id
+
+    def expected(self, num_blocks: int) -> list[set[int]]:
+        """What the next num_blocks blocks taken are: some of a set, after all of those before."""
+        blocks = self.manager.pool.blocks[1:]
+        free = [block for block in blocks if block.ref_count == 0]
+        plain = {block.block_id for block in free if block.key is None}
+        stale = {block.block_id for block in free if block.key is not None} - set(self.cached)
+        return [*[plain] * len(plain), *[stale] * len(stale), *({i} for i in self.cached)][
+            :num_blocks
+        ]
 
     def plan(self, plan: list[Planned], request_id: int, num_new: int) -> None:
         request = self.running[request_id]
@@ -113,21 +153,46 @@ class CacheMachine(RuleBasedStateMachine):
         before = list(self.manager.block_ids(request_id))
         needed = max(0, -(-end // self.manager.block_size) - len(before))
         free = self.manager.num_free_blocks
-        grown = self.manager.grow(request_id, end)
-        assert grown == (needed <= free)
-        assert self.manager.num_free_blocks == free - needed * grown
-        assert list(self.manager.block_ids(request_id))[: len(before)] == before
-        if not grown:
+        expected = self.expected(needed)
+        taken = self.manager.grow(request_id, end)
+        if taken is None:
+            assert needed > free == self.manager.num_free_blocks
             assert list(self.manager.block_ids(request_id)) == before
             self.free(request_id)
             return
-        for block_id in self.manager.block_ids(request_id)[len(before) :]:
+        assert len(taken) == len(set(taken)) == needed
+        assert self.manager.num_free_blocks == free - needed
+        assert list(self.manager.block_ids(request_id)) == [*before, *taken]
+        for block_id, among in zip(taken, expected, strict=True):
+            assert block_id in among, "taken out of order"
             self.contents.pop(block_id, None)
-        keyed = self.keyed_of(request_id)
-        self.manager.publish(request_id, request.tokens, end)
-        if request.sealed:
-            assert self.keyed_of(request_id) == keyed
+        self.cached = [block_id for block_id in self.cached if block_id not in taken]
+        if taken:
+            self.count(request)
+        self.publish(request_id, end)
         plan.append(Planned(request_id, request.computed, end))
+
+    def count(self, request: Running) -> None:
+        if request.num_query_tokens:
+            queries, hits = self.stats.get(request.version, PrefixStats(0, 0))
+            hits += request.matched * self.manager.block_size
+            self.stats[request.version] = PrefixStats(queries + request.num_query_tokens, hits)
+            request.num_query_tokens = 0
+
+    def publish(self, request_id: int, end: int) -> None:
+        request = self.running[request_id]
+        size = self.manager.block_size
+        keyed = self.keyed_of(request_id)
+        publish_at = self.manager.publish(request_id, self.ids(request.tokens), end)
+        if request.sealed or request.version != self.version or not self.caching:
+            assert publish_at == NEVER
+            assert self.keyed_of(request_id) == keyed
+            return
+        assert publish_at == (end // size + 1) * size
+        keys = block_keys(root_key(request.version, request.salt), request.tokens[:end], size)
+        for key in keys[request.published :]:
+            assert self.manager.pool.lookup(key) is not None
+        request.published = len(keys)
 
     def compute(self, plan: list[Planned], sampled: int) -> None:
         for part in plan:
@@ -153,6 +218,8 @@ class CacheMachine(RuleBasedStateMachine):
         for part in plan:
             named = self.manager.unpublish_from(part.request_id, part.start)
             assert part.request_id not in named
+            request = self.running[part.request_id]
+            request.published = max(part.start // self.manager.block_size, request.matched)
             misled.update(named)
         assert misled <= {part.request_id for part in plan}, "an older request is named"
         for request_id in misled:
@@ -169,7 +236,7 @@ class CacheMachine(RuleBasedStateMachine):
         request_id = self.pick(choice)
         request = self.running[request_id]
         self.free(request_id)
-        self.begin(request.tokens, request.salt)
+        self.begin(request.tokens, request.salt, request.match)
 
     @precondition(lambda self: self.running)
     @rule(choice=st.integers(0, 9))
@@ -178,23 +245,38 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager.seal(request_id)
         self.running[request_id].sealed = True
 
-    @rule()
-    def change_version(self) -> None:
-        self.version += 1
-        self.manager.unpublish_older(self.version)
-        assert all(block.key is None for block in self.manager.pool.blocks)
+    @rule(by=st.integers(0, 2))
+    def advance_version(self, by: int) -> None:
+        """Running requests go on under `keep`; with by = 0 nothing changes."""
+        pool = self.manager.pool
+        keys = [block.key for block in pool.blocks]
+        available = pool.num_available
+        self.version += by
+        self.manager.advance_version(self.version)
+        assert pool.num_available == available
+        assert [block.key for block in pool.blocks] == keys, "a block was visited"
+        if by:
+            self.cached.clear()
+            with pytest.raises(ValueError):
+                self.manager.begin(self.next_id, [0], self.version - 1)
+            with pytest.raises(ValueError):
+                self.manager.advance_version(self.version - 1)
 
     @rule()
-    def reset(self) -> None:
-        if not self.running:
-            self.manager.reset()
-            assert self.manager.pool.num_free == self.manager.pool.num_total
-            return
+    def lose_the_storage(self) -> None:
+        """The pages were released and restored: refused while held, else nothing is known."""
         pool = self.manager.pool
         before = (pool.num_free, pool.num_cached, pool.num_used)
-        with pytest.raises(BlockError):
-            self.manager.reset()
-        assert (pool.num_free, pool.num_cached, pool.num_used) == before
+        if self.running:
+            with pytest.raises(BlockError):
+                self.manager.reset()
+            assert (pool.num_free, pool.num_cached, pool.num_used) == before
+            return
+        self.manager.reset()
+        self.contents.clear()
+        self.cached.clear()
+        assert (pool.num_free, pool.num_cached, pool.num_used) == (pool.num_total, 0, 0)
+        assert all(block.key is None for block in pool.blocks)
 
     @rule()
     def drain(self) -> None:
@@ -210,8 +292,14 @@ class CacheMachine(RuleBasedStateMachine):
         return [self.manager.pool.blocks[i].key for i in self.manager.block_ids(request_id)]
 
     def free(self, request_id: int) -> None:
+        pool = self.manager.pool
+        held = [pool.blocks[block_id] for block_id in self.manager.block_ids(request_id)]
         self.manager.free(request_id)
         del self.running[request_id]
+        for block in reversed(held):
+            if block.ref_count == 0 and block.key is not None:
+                assert block.policy_version == self.version, "released with a retired key"
+                self.cached.append(block.block_id)
         with pytest.raises(BlockError):
             self.manager.free(request_id)
 
@@ -222,13 +310,24 @@ class CacheMachine(RuleBasedStateMachine):
         assert pool.num_free + pool.num_cached + pool.num_used == len(pool.blocks) - 1
 
     @invariant()
+    def counts_are_those_of_the_model(self) -> None:
+        pool = self.manager.pool
+        assert pool.num_cached == len(self.cached)
+        assert pool.num_used == sum(block.ref_count > 0 for block in pool.blocks)
+        assert self.manager.prefix_stats() == self.stats
+
+    @invariant()
     def findable_blocks_contain_what_their_keys_say(self) -> None:
-        for block in self.manager.pool.blocks:
-            if block.key is not None:
-                version, salt, prefix = self.contents[block.block_id]
-                assert block.policy_version == version == self.version
-                keys = block_keys(root_key(version, salt), prefix, self.manager.block_size)
-                assert keys[-1] == block.key
+        pool = self.manager.pool
+        for block in pool.blocks:
+            if block.key is None:
+                continue
+            version, salt, prefix = self.contents[block.block_id]
+            assert block.policy_version == version
+            keys = block_keys(root_key(version, salt), prefix, self.manager.block_size)
+            assert keys[-1] == block.key
+            found = pool.lookup(block.key)
+            assert found is (block if version == self.version else None)
 
     @invariant()
     def requests_read_the_kv_of_their_tokens(self) -> None:
@@ -251,5 +350,94 @@ PROFILE = settings(
 
 
 def test_random_lives_of_requests() -> None:
-    """K4-K8, K10-K14, K16, K17, K19-K21: thousands of operations in random order."""
-    run_state_machine_as_test(CacheMachine, settings=PROFILE)
+    """K4-K8, K10-K14, K16, K17, K19-K21, W12: thousands of operations in random order."""
+    operations = 0
+
+    class Counted(CacheMachine):
+        @invariant()
+        def is_counted(self) -> None:
+            nonlocal operations
+            operations += 1
+
+    run_state_machine_as_test(Counted, settings=PROFILE)
+    assert operations > 3000
+
+
+class FindsRetired(BlockPool):
+    """Forgets that the version of a block matters to who looks for it."""
+
+    def lookup(self, key: bytes) -> Block | None:
+        return self._by_key.get(key)
+
+
+class CachesRetired(BlockPool):
+    """Forgets that a held block may be of retired weights when its last holder leaves."""
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.ref_count -= 1
+            if block.ref_count == 0 and block.key is None:
+                self._free.appendleft(block)
+            elif block.ref_count == 0:
+                self._free.append(block)
+                self._num_cached += 1
+
+
+class CountsStale(BlockPool):
+    """Forgets that cached blocks are stale under a new version."""
+
+    def advance_version(self, policy_version: int) -> None:
+        num_cached = self._num_cached
+        super().advance_version(policy_version)
+        self._num_cached = num_cached
+
+
+class KeepsKeys(BlockPool):
+    """Forgets that a block that is taken over loses its key."""
+
+    def take(self, num_blocks: int) -> list[Block]:
+        kept = {block: (block.key, block.policy_version) for block in self._free}
+        taken = super().take(num_blocks)
+        for block in taken:
+            key, version = kept[block]
+            if key is not None and version is not None:
+                block.set_key(key, version)
+                self._by_key[key] = block
+        return taken
+
+
+class TakesTheLatest(BlockPool):
+    """Forgets which cached block is the longest unused."""
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        super().release(reversed(list(blocks)))
+
+
+class WithdrawsNothing(BlockPool):
+    """Forgets to take a key back."""
+
+    def unpublish(self, block: Block) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [FindsRetired, CachesRetired, CountsStale, KeepsKeys, TakesTheLatest, WithdrawsNothing],
+)
+def test_a_pool_that_forgets_a_rule_is_caught(broken: type[BlockPool]) -> None:
+    """K5, K6, K10, K16, K20, K21, controls: the machine fails for each rule forgotten."""
+
+    class Broken(CacheMachine):
+        pool_class = broken
+
+    with pytest.raises((AssertionError, BlockError, KeyError)):
+        run_state_machine_as_test(
+            Broken,
+            settings=settings(
+                PROFILE,
+                phases=[Phase.generate],
+                database=None,
+                derandomize=True,
+                report_multiple_bugs=False,
+            ),
+        )

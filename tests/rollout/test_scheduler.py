@@ -2,63 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcache import BlockPool, KVCacheManager
-from rollout.request import PromptTask, Request
-from rollout.sampling import SamplingParams
-from rollout.scheduler import Sampled, Scheduled, Scheduler
-
-EOS = frozenset({1})
-BLOCK = 4
-
-
-class Rig:
-    """A scheduler over `blocks` usable blocks whose model says `token_for(request)`."""
-
-    def __init__(self, blocks: int = 100, batch: int = 8, budget: int = 1024) -> None:
-        self.kv: KVCacheManager[int] = KVCacheManager(BlockPool(blocks + 1), BLOCK)
-        self.scheduler = Scheduler(self.kv, batch, budget, EOS)
-        self.version = 0
-        self.ids = 0
-
-    def add(self, prompt: list[int] | int, **fields: object) -> Request:
-        tokens = [50 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-        params = SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **fields})
-        request = Request(self.ids, PromptTask(self.ids, tokens, params, 0, 0), 0)
-        request.max_total_tokens = 60
-        self.ids += 1
-        self.scheduler.add(request)
-        return request
-
-    def plan(self) -> list[Scheduled]:
-        plan = self.scheduler.plan(self.version)
-        self.kv.check_integrity()
-        return plan
-
-    def commit(self, plan: list[Scheduled], token: int = 7) -> list[Request]:
-        rows = [Sampled(token, -1.0, -1.0) for entry in plan if entry.samples]
-        ended = self.scheduler.commit(plan, rows, self.version)
-        self.kv.check_integrity()
-        return ended
-
-    def step(self, token: int = 7) -> list[Request]:
-        return self.commit(self.plan(), token)
-
-    def finish(self) -> int:
-        steps = 0
-        while self.scheduler.has_work:
-            self.step()
-            steps += 1
-            assert steps < 1000, "livelock"
-        return steps
-
-
-def shape(plan: list[Scheduled]) -> dict[int, int]:
-    return {entry.request.request_id: entry.num_new_tokens for entry in plan}
+from rollout.detokenizer import Detokenizer
+from rollout.running import RunningBatch
+from rollout.sampling_rows import NOT_FINITE, NOTHING_LEFT, SampledRows
+from rollout.scheduler import Scheduler
+from tests.rollout.scheduler_rig import BLOCK, EOS, Rig, sampled
 
 
 def test_counts_at_every_stage():
@@ -71,24 +23,36 @@ def test_counts_at_every_stage():
     rig.finish()
     assert all(r.finished and r.finish_reason == "length" for r in requests)
     assert rig.scheduler.finished == {"length": 3}
-    assert rig.kv.pool.num_used == 0 and rig.kv.num_requests == 0
+    assert rig.kv.pool.num_used == 0 and rig.kv.num_requests == len(rig.batch) == 0
 
 
-def test_the_budget_is_shared_and_long_prompts_are_chunked():
-    """S2: all advance; a prompt samples only on its last chunk; decodes share its steps."""
+def test_long_prompts_are_chunked_beside_decodes():
+    """S2: a prompt samples only on its last chunk; a decode and a chunk share a step."""
     rig = Rig(budget=10, batch=4)
     a, b = rig.add(list(range(2, 8))), rig.add(list(range(20, 40)))
     first = rig.plan()
-    assert shape(first) == {0: 6, 1: 4}
-    assert [entry.samples for entry in first] == [True, False]
+    assert rig.shape(first) == {0: 6, 1: 4}
+    assert first.samples.tolist() == [True, False]
     rig.commit(first)
     second = rig.plan()
-    assert shape(second) == {0: 1, 1: 9}
+    assert rig.shape(second) == {0: 1, 1: 9}
     rig.commit(second)
     third = rig.plan()
-    assert shape(third) == {0: 1, 1: 7} and all(entry.samples for entry in third)
+    assert rig.shape(third) == {0: 1, 1: 7} and third.samples.all()
     rig.commit(third)
-    assert (a.num_output_tokens, b.num_output_tokens) == (3, 1)
+    assert (len(rig.output(a)), len(rig.output(b))) == (3, 1)
+
+
+def test_a_chunk_limit_lets_long_prompts_advance_together():
+    """S2: three prompts share the budget of every step, the oldest first."""
+    rig = Rig(budget=20, batch=4, chunk=8)
+    for start in (100, 200, 300):
+        rig.add(list(range(start, start + 16)))
+    assert rig.shape(rig.plan()) == {0: 8, 1: 8, 2: 4}
+    without = Rig(budget=20, batch=4)
+    for start in (100, 200, 300):
+        without.add(list(range(start, start + 16)))
+    assert without.shape(without.plan()) == {0: 16, 1: 4}
 
 
 def test_first_come_first_served():
@@ -98,8 +62,8 @@ def test_first_come_first_served():
     started: list[int] = []
     while rig.scheduler.has_work:
         plan = rig.plan()
-        assert len(plan) <= 2
-        started += [e.request.request_id for e in plan if not e.request.num_computed_tokens]
+        assert len(plan.rows) <= 2
+        started += [i for i in rig.shape(plan) if i not in started]
         rig.commit(plan)
     assert started == sorted(started) and all(r.finished for r in requests)
 
@@ -119,11 +83,25 @@ def test_preemption_takes_the_newest_and_it_resumes_first():
     while not rig.scheduler.preemptions:
         rig.step()
     assert list(rig.scheduler.waiting) == [new, late] and rig.scheduler.running == [old]
-    kept = list(new.tokens)
-    assert new.num_computed_tokens == 0 and len(new.logprobs) == new.num_output_tokens > 0
+    kept = rig.output(new)
+    assert new.row is None and len(new.logprobs) == len(kept) > 0 and new.spans == [(0, 0)]
     rig.finish()
-    assert new.tokens[: len(kept)] == kept
-    assert [r.num_output_tokens for r in (old, new, late)] == [12, 12, 5]
+    assert rig.output(new)[: len(kept)] == kept
+    assert [len(rig.output(r)) for r in (old, new, late)] == [12, 12, 5]
+    assert new.version_spans() == ((0, 0, 12),)
+
+
+def test_preemption_for_the_oldest_can_empty_the_rest_of_the_plan():
+    """S5: those before the preempted one stay planned, those after are gone from the step."""
+    rig = Rig(blocks=4, batch=4)
+    for first in (2, 6, 10, 14):
+        rig.add([first, first + 1, first + 2, first + 3], max_tokens=8)
+    plan = rig.plan()
+    assert rig.shape(plan) == {0: 4, 1: 4, 2: 4, 3: 4}
+    rig.commit(plan)
+    assert rig.shape(rig.plan()) == {0: 1, 1: 1}
+    assert [r.request_id for r in rig.scheduler.waiting] == [2, 3]
+    assert rig.scheduler.preemptions == 2
 
 
 def test_one_request_alone_uses_all_blocks():
@@ -131,7 +109,7 @@ def test_one_request_alone_uses_all_blocks():
     rig = Rig(blocks=3)
     request = rig.add(7, max_tokens=6)  # 7 + 6 - 1 = 12 tokens of KV
     rig.finish()
-    assert request.num_output_tokens == 6 and rig.scheduler.preemptions == 0
+    assert len(rig.output(request)) == 6 and rig.scheduler.preemptions == 0
 
 
 def test_identical_prompts_of_one_plan_share():
@@ -139,7 +117,7 @@ def test_identical_prompts_of_one_plan_share():
     rig = Rig()
     rig.add(10)
     rig.add(10)
-    assert shape(rig.plan()) == {0: 10, 1: 2}
+    assert rig.shape(rig.plan()) == {0: 10, 1: 2}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +129,7 @@ def test_identical_prompts_of_one_plan_share():
         ({"stop_token_ids": (9, 7)}, [7], ("stop", 7)),
         ({"ignore_eos": False, "max_tokens": 1}, [1], ("stop", 1)),
         ({"max_tokens": None}, [7] * 10, ("length", "context")),
+        ({"max_tokens": 10}, [7] * 10, ("length", "max_tokens")),
     ],
 )
 def test_stop_reasons(fields, tokens, reason):
@@ -161,28 +140,60 @@ def test_stop_reasons(fields, tokens, reason):
         assert not request.finished
         rig.step(token)
     assert (request.finish_reason, request.stop_reason) == reason
-    assert request.tokens[50:] == tokens
+    assert rig.output(request) == tokens
+
+
+def test_a_stop_id_ends_only_the_request_that_names_it():
+    """S4: the ids of all running requests are tested at once; each still has its own."""
+    rig = Rig()
+    named, other, eos = rig.add(3, stop_token_ids=(7,)), rig.add(3), rig.add(3, ignore_eos=False)
+    rig.step(7)
+    assert [r.finished for r in (named, other, eos)] == [True, False, False]
+    rig.step(1)
+    assert [r.finished for r in (other, eos)] == [False, True]
+    late = rig.add(3)
+    rig.step(7)  # the id that `named` brought is gone with it
+    assert not late.finished and rig.batch.stop_ids.tolist() == [1]
+
+
+def test_a_stop_string_is_looked_for_in_every_token():
+    """S4, L10: across a token border; stop beats length."""
+
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(i) for i in ids)
+
+    rig = Rig()
+    request = rig.add([60], max_tokens=3, stop=("bc",))
+    request.detokenizer = Detokenizer(Letters(), ("bc",))
+    for letter in "abc":
+        assert not request.finished
+        rig.step(ord(letter))
+    assert (request.finish_reason, request.stop_reason) == ("stop", "bc")
+    assert request.result().text == "a"
+    assert rig.output(request) == [ord(letter) for letter in "abc"]
 
 
 def test_abort_in_every_state():
     """S1, S11: waiting, running and finished; everything is freed, each counted once."""
     rig = Rig(batch=2)
-    requests = [rig.add(6, max_tokens=1 if i == 0 else 5) for i in range(6)]
+    requests = [rig.add(6, max_tokens=1 if i == 0 else 5) for i in range(32)]
     rig.step()
     rig.scheduler.abort(requests)
     rig.scheduler.abort(requests)
-    assert [r.finish_reason for r in requests] == ["length"] + ["aborted"] * 5
-    assert rig.scheduler.finished == {"length": 1, "aborted": 5}
-    assert not rig.scheduler.has_work and rig.kv.pool.num_used == 0
+    assert [r.finish_reason for r in requests] == ["length"] + ["aborted"] * 31
+    assert rig.scheduler.finished == {"length": 1, "aborted": 31}
+    assert not rig.scheduler.has_work and rig.kv.pool.num_used == len(rig.batch) == 0
 
 
-def test_a_row_without_a_token_ends_its_request():
-    """L9."""
+def test_rows_without_a_token_end_their_requests():
+    """L9: by name, next to a good one; the three kinds of row are told apart."""
     rig = Rig()
-    bad, good = rig.add([2, 3]), rig.add([4, 5])
-    rig.scheduler.commit(rig.plan(), [Sampled(None, 0, 0), Sampled(7, -1.0, -1.0)], 0)
+    bad, good, stuck = rig.add([2, 3]), rig.add([4, 5]), rig.add([6, 7])
+    rig.scheduler.commit(rig.plan(), sampled([NOT_FINITE, 7, NOTHING_LEFT]), 0)
     assert (bad.finish_reason, bad.error_reason) == ("error", "non_finite_logits")
-    assert not good.finished and good.tokens[-1] == 7
+    assert (stuck.finish_reason, stuck.error_reason) == ("error", "no_token_allowed")
+    assert not good.finished and rig.output(good) == [7] and rig.output(bad) == []
 
 
 def test_a_failed_step_publishes_nothing():
@@ -193,81 +204,43 @@ def test_a_failed_step_publishes_nothing():
     rig.kv.check_integrity()
     assert rig.kv.pool.num_cached == 0
     assert [r.request_id for r in rig.scheduler.waiting] == [0, 1]
-    assert shape(rig.plan()) == {0: 10, 1: 2}
+    assert rig.shape(rig.plan()) == {0: 10, 1: 2}
     assert not any(r.finished for r in requests)
+
+
+def test_spans_say_which_version_sampled_what():
+    """W6: `keep` and `recompute` go on with the same tokens; spans partition the output."""
+    rig = Rig()
+    kept, late = rig.add([2, 3], max_tokens=6), None
+    for version in (0, 0, 1, 1, 4):
+        if version != rig.version:
+            rig.scheduler.seal_running() if version == 1 else rig.scheduler.requeue_running()
+            rig.version = version
+            rig.kv.advance_version(version)
+            late = late or rig.add([4, 5], max_tokens=3)
+        rig.step()
+    rig.step()
+    assert kept.version_spans() == ((0, 0, 2), (1, 2, 4), (4, 4, 6))
+    assert late is not None and late.version_spans() == ((1, 0, 2), (4, 2, 3))
+
+
+def test_best_tokens_go_to_those_who_asked():
+    """`logprobs=k`: each request keeps its own k of the columns of a mixed step."""
+    rig = Rig()
+    one, none, two = rig.add([2], logprobs=1), rig.add([3]), rig.add([4], logprobs=2)
+    rows = sampled([7, 7, 7])
+    ids = np.array([[5, 6], [5, 6], [8, 9]])
+    logprobs = np.array([[-1, -2], [-1, -2], [-3, -4]], np.float32)
+    top = SampledRows(rows.tokens, rows.logprobs, rows.sampling_logprobs, ids, logprobs)
+    rig.scheduler.commit(rig.plan(), top, 0)
+    assert (one.top, none.top, two.top) == ([{5: -1.0}], [], [{8: -3.0, 9: -4.0}])
 
 
 def test_limits_are_checked():
     kv: KVCacheManager[int] = KVCacheManager(BlockPool(5), BLOCK)
     with pytest.raises(ValueError, match="max_batch_size"):
-        Scheduler(kv, 0, 10, EOS)
+        RunningBatch(0, 60, BLOCK, EOS)
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(3\)"):
-        Scheduler(kv, 4, 3, EOS)
-
-
-class Machine(RuleBasedStateMachine):
-    """Random arrivals, steps, failures, aborts and publications over a small pool."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rig = Rig(blocks=15, batch=4, budget=9)
-        self.all: list[Request] = []
-        self.ended: list[Request] = []
-
-    @rule(length=st.integers(1, 20), kind=st.integers(0, 2), new=st.integers(1, 12))
-    def arrive(self, length: int, kind: int, new: int) -> None:
-        self.all.append(self.rig.add([30 + kind] * length, max_tokens=new, ignore_eos=False))
-
-    @precondition(lambda self: self.rig.scheduler.has_work)
-    @rule(token=st.sampled_from([7, 7, 7, 8, 1]), fails=st.integers(0, 9))
-    def step(self, token: int, fails: int) -> None:
-        plan = self.rig.plan()
-        assert plan, "work is left and nothing is planned"
-        assert sum(shape(plan).values()) <= 9 and len(plan) == len(shape(plan)) <= 4
-        for request, new in plan:
-            held = len(self.rig.kv.block_ids(request.request_id)) * BLOCK
-            assert new >= 1 and held >= request.num_computed_tokens + new
-        if fails == 0:
-            self.rig.scheduler.abandon(plan)
-        else:
-            self.ended += self.rig.commit(plan, token)
-
-    @precondition(lambda self: self.all)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.all))
-        if not request.finished:
-            self.ended.append(request)
-        self.rig.scheduler.abort([request])
-
-    @rule(keep=st.booleans())
-    def publish(self, keep: bool) -> None:
-        if keep:
-            self.rig.scheduler.seal_running()
-        else:
-            self.rig.scheduler.requeue_running()
-        self.rig.version += 1
-        self.rig.kv.unpublish_older(self.rig.version)
-
-    @invariant()
-    def books_balance(self) -> None:
-        scheduler, kv = self.rig.scheduler, self.rig.kv
-        kv.check_integrity()
-        assert kv.num_requests == len(scheduler.running)
-        live = [*scheduler.running, *scheduler.waiting]
-        assert len({r.request_id for r in live}) == len(live)
-        assert len(live) + len(self.ended) == len(self.all)
-        assert len({r.request_id for r in self.ended}) == len(self.ended)
-        assert sum(scheduler.finished.values()) == len(self.ended)
-        for request in self.all:
-            assert len(request.logprobs) == request.num_output_tokens
-            assert sum(end - start for _, start, end in request.spans) == request.num_output_tokens
-
-    def teardown(self) -> None:
-        self.rig.finish()
-        assert all(r.finished for r in self.all)
-        assert self.rig.kv.pool.num_used == 0
-
-
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+        Scheduler(kv, RunningBatch(4, 60, BLOCK, EOS), 3, EOS)
+    with pytest.raises(ValueError, match="long_prefill_token_threshold"):
+        Scheduler(kv, RunningBatch(4, 60, BLOCK, EOS), 4, EOS, -1)

@@ -34,7 +34,7 @@ def test_every_response_token_is_scored_once_at_the_token_before_it(groups, budg
     covered: list[int] = []
     for micro in micro_batches(batch, range(len(batch)), budget):
         metadata = micro.metadata
-        table = metadata.slot_table(int(metadata.seq_lens.max()))
+        table = metadata.slots(np.arange(len(metadata.seq_lens)), 0, int(metadata.seq_lens.max()))
         sequence = metadata.token_sequence
         for row, target, place, index in zip(
             micro.rows, micro.targets, micro.token_index, micro.rollout_index, strict=True

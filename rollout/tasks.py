@@ -1,0 +1,143 @@
+"""Streamed tasks: prompts whose tokens are handed to a callback as the steps produce them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple, Protocol
+
+from rollout.request import Request, Rollout
+from rollout.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class TaskEvent(NamedTuple):
+    """Progress of one sample of a task.
+
+    token_ids, logprobs: what is new since the sample's last event; a step gives one token. text:
+    the new text, where the task detokenizes. rollout: the whole sample, with its last event.
+    finished: whether this is the task's last event; there is exactly one such.
+    """
+
+    task_id: int
+    sample_index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str | None
+    rollout: Rollout | None
+    finished: bool
+
+
+Callback = Callable[[TaskEvent], None]
+
+
+class _AddTask(Protocol):
+    def __call__(self, *, callback: Callback) -> int: ...
+
+
+async def stream_events(
+    add_task: _AddTask, cancel_task: Callable[[int], bool]
+) -> AsyncIterator[TaskEvent]:
+    """The events of the task that `add_task` opens; leaving early cancels it."""
+    events: asyncio.Queue[TaskEvent] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def hand_over(event: TaskEvent) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    task_id = await asyncio.to_thread(add_task, callback=hand_over)  # it may wait for a step
+    finished = False
+    try:
+        while not finished:
+            event = await events.get()
+            finished = event.finished
+            yield event
+    finally:
+        if not finished:
+            cancel_task(task_id)
+
+
+class _Task:
+    __slots__ = ("callback", "failed", "open", "requests", "sent", "task_id")
+
+    def __init__(self, task_id: int, requests: list[Request], callback: Callback) -> None:
+        self.task_id = task_id
+        self.requests = requests
+        self.callback = callback
+        self.sent = [0] * len(requests)
+        self.open = set(range(len(requests)))
+        self.failed = False
+
+
+class TaskBoard:
+    """The open tasks of one engine. Every call is made under the engine's lock.
+
+    Callbacks run on the thread that made the progress, so one that blocks holds up the engine. It
+    may call the engine: what was sent is noted before it is told.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._tasks: dict[int, _Task] = {}
+        self._ids = itertools.count()
+
+    def open(self, requests: list[Request], callback: Callback) -> int:
+        """Register a task; its id. Events start with the next `deliver`."""
+        task_id = next(self._ids)
+        self._tasks[task_id] = _Task(task_id, requests, callback)
+        return task_id
+
+    def requests(self, task_id: int | None = None) -> list[Request]:
+        """Of one task, none if it has ended or never was; of all open tasks for None."""
+        if task_id is not None:
+            return self._tasks[task_id].requests if task_id in self._tasks else []
+        return [request for task in self._tasks.values() for request in task.requests]
+
+    def deliver(self) -> None:
+        """Tell every open task what is new."""
+        for task in list(self._tasks.values()):
+            self._deliver(task)
+
+    def _deliver(self, task: _Task) -> None:
+        for index in sorted(task.open):
+            request = task.requests[index]
+            tokens, logprobs = self._scheduler.batch.output(request)
+            start = task.sent[index]
+            if index not in task.open or (len(tokens) == start and not request.finished):
+                continue
+            task.sent[index] = len(tokens)
+            if request.finished:
+                task.open.discard(index)
+            finished = not task.open
+            if finished:
+                del self._tasks[task.task_id]
+            text = request.detokenizer
+            event = TaskEvent(
+                task.task_id,
+                request.sample_index,
+                tokens[start:].tolist(),
+                logprobs[start:].tolist(),
+                None if text is None else text.take_delta(),
+                request.result() if request.finished else None,
+                finished,
+            )
+            try:
+                task.callback(event)
+            except Exception as error:
+                self._fail(task, error)
+
+    def _fail(self, task: _Task, error: Exception) -> None:
+        """A callback raised: its task ends, and is told so once; nobody else is touched."""
+        logger.warning("the callback of task %d raised", task.task_id, exc_info=error)
+        if task.failed or not task.open:
+            return
+        task.failed = True
+        self._scheduler.fail(
+            task.requests,
+            "callback_failed",
+            f"the callback of task {task.task_id} raised {type(error).__name__}: {error}",
+        )
+        self._deliver(task)
