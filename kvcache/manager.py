@@ -188,17 +188,19 @@ class KVCacheManager(Generic[RequestId]):
         del table.keys[first:]
         if table.publish_at != NEVER:
             table.publish_at = (len(table.keys) + 1) * self.block_size
-        # Whoever matched one of these blocks found the first of them too, at the same index.
-        if not withdrawn or table.blocks[withdrawn[0]].ref_count == 1:
+        if not withdrawn:
             return []
+        # Whoever matched one of these blocks found the first of them too, at the same index, and
+        # began lately: in the step that was not computed.
         index = withdrawn[0]
-        return [
-            other_id
-            for other_id, other in self._tables.items()
-            if other is not table
-            and other.num_matched > index
-            and other.blocks[index] is table.blocks[index]
-        ]
+        block = table.blocks[index]
+        misled: list[RequestId] = []
+        for other_id, other in reversed(self._tables.items()):
+            if len(misled) == block.ref_count - 1:
+                break
+            if other is not table and other.num_matched > index and other.blocks[index] is block:
+                misled.append(other_id)
+        return misled[::-1]
 
     def seal(self, request_id: RequestId) -> None:
         """From now on publish() does nothing for this request: later tokens are of other weights.

@@ -74,15 +74,20 @@ class EngineCore:
 
     def run(self, requests: list[Request]) -> None:
         """Step until these have ended. Whatever ends it early frees all KV they hold."""
+        pending = list(requests)
         try:
             while True:
-                self._resumed.wait()
                 with self.lock:
-                    if all(request.finished for request in requests):
+                    while pending and pending[-1].finished:
+                        pending.pop()
+                    if not pending:
                         return
                     self.raise_if_released()
-                    if self._resumed.is_set():
+                    resumed = self._resumed.is_set()
+                    if resumed:
                         self._step()
+                if not resumed:
+                    self._resumed.wait(0.1)  # a paused request may still be aborted
         except BaseException:
             self.abort(requests)
             raise
@@ -113,7 +118,17 @@ class EngineCore:
             except BaseException:
                 self.scheduler.abandon(plan)
                 raise
-        done = self.scheduler.commit(plan, sampled, version)
+        try:
+            done = self.scheduler.commit(plan, sampled, version)
+        except BaseException:  # Ctrl-C in its midst: nobody may go on from half a step
+            self.scheduler.fail(
+                self.scheduler.running,
+                "step_interrupted",
+                "the step that would have taken this request's next token was interrupted; "
+                "the tokens so far are kept",
+            )
+            self._on_progress()
+            raise
         arrived = batch.arrived[done.first_token_rows]
         self.metrics.count_step(plan, done, arrived, time.monotonic() - started)
         self._on_progress()

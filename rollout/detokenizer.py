@@ -116,10 +116,14 @@ class Detokenizer:
         """Length of the longest end of the text that a stop string may begin with."""
         if self._ended or self._include:
             return 0
-        for length in range(len(self._tail), 0, -1):
-            if any(stop.startswith(self._tail[-length:]) for stop in self._stop):
-                return length
-        return 0
+        longest, end = 0, len(self._tail)
+        for stop in self._stop:
+            start = self._tail.find(stop[0], max(0, end - len(stop) + 1))
+            while start >= 0 and not stop.startswith(self._tail[start:]):
+                start = self._tail.find(stop[0], start + 1)
+            if start >= 0:
+                longest = max(longest, end - start)
+        return longest
 
 
 class _Window:

@@ -26,10 +26,10 @@ from rollout.construction import (
 from rollout.core import IN_FLIGHT_MODES, EngineCore
 from rollout.model import Decoder
 from rollout.policy import LocalGate, WeightGate
-from rollout.request import PromptTask, Request, Rollout, merged_params, prompt_tasks
+from rollout.request import PromptTask, Request, Rollout, prompt_tasks
 from rollout.runner import ModelRunner
 from rollout.running import RunningBatch
-from rollout.sampling import SamplingParams
+from rollout.sampling import SamplingParams, merged_params
 from rollout.scheduler import Scheduler
 from rollout.serving import Serving
 from rollout.tasks import TaskBoard, TaskEvent, stream_events
@@ -225,7 +225,8 @@ class RolloutEngine:
                 raise ValueError(
                     "a prompt of text needs a tokenizer; build the engine with one or pass ids"
                 )
-            prompt, fields = self.tokenizer.encode(prompt), {"detokenize": True, **fields}
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=True)
+            fields = {"detokenize": True, **fields}
         tasks = self._prompt_tasks([prompt], params, fields)
         with self._core.lock:
             requests = self._submit(tasks)

@@ -64,7 +64,9 @@ def sampling_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     content = source if isinstance(source, Mapping) else _read(Path(source))
     for name, off in REFUSED.items():
         value = content.get(name)
-        if value is not None and value != off and value not in (False, [], {}):
+        # Not by truth: token id 0 can be forced, and a scale of 0 is not a scale of 1.
+        empty = value is None or value is False or value == [] or value == {}
+        if not empty and value != off:
             raise ValueError(
                 f"generation_config: {name} = {value!r} would change what is sampled, and there "
                 f"is no such parameter here; set it to {json.dumps(off)} if you can do without"

@@ -20,7 +20,13 @@ def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def normalizer(scaled: Tensor) -> Tensor:
-    """log Σ exp of each row of `scaled` `[rows, vocab]` -> `[rows]`."""
+    """log Σ exp of each row of `scaled` `[rows, vocab]` -> `[rows]`.
+
+    A row's bits do not depend on the others: torch splits a single long row between threads,
+    which changes the order of its sum, and never one of several rows; so one row becomes two.
+    """
+    if scaled.shape[0] == 1:
+        return scaled.expand(2, -1).logsumexp(-1)[:1]
     return scaled.logsumexp(-1)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from rollout.detokenizer import Detokenizer
 from rollout.logit_edits import LogitEdits
 from rollout.noise import derived_seed, noise_key
-from rollout.sampling import SamplingParams, checked_fields
+from rollout.sampling import SamplingParams
 
 
 class VersionSpan(NamedTuple):
@@ -106,18 +105,6 @@ def prompt_tasks(
     return tasks
 
 
-def merged_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any]
-) -> SamplingParams | list[SamplingParams]:
-    """`params` with single fields replaced; TypeError for a field that does not exist."""
-    changes = checked_fields(fields)
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return dataclasses.replace(params, **changes)
-    return [dataclasses.replace(p, **changes) for p in params]
-
-
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -204,6 +191,7 @@ class Request:
         return tuple(
             VersionSpan(version, start, end)
             for (version, start), end in zip(self.spans, ends, strict=False)
+            if start < end
         )
 
     def result(self) -> Rollout:
@@ -225,7 +213,7 @@ class Request:
             self.task.seed,
             self.params.temperature or 1.0,
             None if self.detokenizer is None else self.detokenizer.text,
-            self.top if self.params.logprobs else None,
+            self.top[: len(self.logprobs)] if self.params.logprobs else None,
             None if scores is None else [None, *scores.logprobs[1:].tolist()],
             scores.top if scores is not None and self.params.prompt_logprobs else None,
         )

@@ -73,7 +73,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._store_as_tuples()
         _require(_is_int(self.n) and self.n >= 1, "n", self.n, "an int of at least 1")
-        # Within these bounds (here and below) edited logits stay within what fp32 can hold.
+        # Within these bounds (here and below) no edit by itself takes a logit beyond fp32.
         _require(
             _is_number(self.temperature)
             and (self.temperature == 0 or 1e-30 <= self.temperature <= 1e30),
@@ -204,7 +204,12 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond what a float can hold
+        return False
 
 
 def _between(name: str, value: object, low: float, high: float) -> None:

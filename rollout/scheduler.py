@@ -175,16 +175,11 @@ class Scheduler:
     def commit(self, plan: StepPlan, sampled: SampledRows, version: int) -> Committed:
         """Take a step's results; row i of `sampled` belongs to `plan.sampled_rows[i]`."""
         batch = self.batch
-        batch.num_computed[plan.rows] += plan.num_new
         rows, tokens = plan.sampled_rows, sampled.tokens
         good = tokens >= 0
         ended = self._fail_rows(rows[~good], tokens[~good], version) if not good.all() else []
         rows, tokens = rows[good], tokens[good]
         at = batch.num_tokens[rows]
-        batch.tokens[rows, at] = tokens
-        batch.logprobs[rows, at] = sampled.logprobs[good]
-        batch.sampling_logprobs[rows, at] = sampled.sampling_logprobs[good]
-        batch.num_tokens[rows] = at + 1
         output_start = at - batch.num_prompt_tokens[rows]
         for index in np.flatnonzero(batch.version[rows] != version).tolist():
             row = int(rows[index])
@@ -196,6 +191,11 @@ class Scheduler:
                 if batch.num_top[row]:
                     best = ranked(ids, logprobs, int(batch.num_top[row]))
                     batch.request(row).top.append(best)
+        batch.tokens[rows, at] = tokens
+        batch.logprobs[rows, at] = sampled.logprobs[good]
+        batch.sampling_logprobs[rows, at] = sampled.sampling_logprobs[good]
+        batch.num_computed[plan.rows] += plan.num_new
+        batch.num_tokens[rows] = at + 1
         may_end = (at + 1 >= batch.stop_length[rows]) | batch.watched[rows]
         may_end |= np.isin(tokens, batch.stop_ids)
         for index in np.flatnonzero(may_end).tolist():

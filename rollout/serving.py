@@ -97,12 +97,16 @@ class Serving:
 
     def start(self) -> None:
         """See `RolloutEngine.start`."""
-        with self._core.lock:  # an update that runs holds it
+        self._refuse_a_second()  # at once, although a step of the first may hold the lock
+        with self._core.lock:  # an update that runs holds it too
+            self._refuse_a_second()
             self._core.raise_if_released()
-            if self._loop is not None and self._loop.alive:
-                state = "has not drained yet" if self._loop.stopping else "runs already"
-                raise RuntimeError(f"the serving loop {state}; stop() it and wait for True first")
             self._loop = ServingLoop(self._core, self._board)
+
+    def _refuse_a_second(self) -> None:
+        if self._loop is not None and self._loop.alive:
+            state = "has not drained yet" if self._loop.stopping else "runs already"
+            raise RuntimeError(f"the serving loop {state}; stop() it and wait for True first")
 
     def stop(self, timeout_s: float | None, drain: bool) -> bool:
         """See `RolloutEngine.stop`."""

@@ -32,8 +32,9 @@ TORCH_FREE = [
     *(
         f"rollout/{name}.py"
         for name in (
-            "noise", "policy", "request", "rollout_batch", "sampling", "scheduler", "stopping",
-            "transport",
+            "admission", "detokenizer", "generation_config", "logit_edits", "noise", "policy",
+            "request", "rollout_batch", "running", "sampling", "sampling_rows", "scheduler",
+            "step_plan", "stopping", "tasks", "transport",
         )
     ),
 ]

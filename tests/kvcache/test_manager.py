@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from kvcache import (
@@ -150,19 +149,6 @@ def test_only_crossing_a_block_takes_one(manager: KVCacheManager[str]) -> None:
     assert room is not None and len(room) == 0
     assert len(manager.block_ids("a")) == 4
     assert counts(manager) == (16, 0, 4)
-
-
-def test_grow_gives_the_ids_that_extend_the_table(manager: KVCacheManager[str]) -> None:
-    """K12: matched ids and what every grow() gave, one after the other, are the block table."""
-    run(manager, "a", [*PROMPT, 1])
-    assert manager.begin("b", [*PROMPT, 2], 0) == 48
-    row = list(manager.block_ids("b"))
-    for num_tokens in (49, 60, 64, 65, 200, 199, 201):
-        taken = manager.grow("b", num_tokens)
-        assert taken is not None
-        row += taken
-        assert row == list(manager.block_ids("b"))
-    assert len(row) == 13
 
 
 def test_growing_too_far_takes_nothing(manager: KVCacheManager[str]) -> None:
@@ -328,38 +314,6 @@ def test_unadmitted_request_is_not_counted(manager: KVCacheManager[str]) -> None
     assert manager.grow("b", 100)
     run(manager, "c", [*PROMPT, 2], version=1)
     assert manager.prefix_stats() == {0: PrefixStats(98, 48), 1: PrefixStats(49, 0)}
-
-
-def test_unmatched_request_publishes_and_is_not_counted(manager: KVCacheManager[str]) -> None:
-    """K14, K19: match=False computes every position, beside a cached copy and before others."""
-    tokens = [*PROMPT, 1]
-    assert manager.begin("first", tokens, 0, match=False) == 0
-    assert manager.grow("first", 49)
-    assert manager.publish("first", tokens, 49) == 64
-    assert manager.prefix_stats() == {}
-    assert run(manager, "b", tokens) == 48
-    assert manager.begin("again", tokens, 0, match=False) == 0
-    assert manager.grow("again", 49)
-    manager.publish("again", tokens, 49)
-    assert set(manager.block_ids("again")).isdisjoint(manager.block_ids("b"))
-    assert all(manager.pool.blocks[i].key is None for i in manager.block_ids("again"))
-    assert manager.prefix_stats() == {0: PrefixStats(49, 48)}
-
-
-def test_array_tokens_are_those_of_lists(manager: KVCacheManager[str]) -> None:
-    """K9, K15: arrays, also a row with room to spare, find what lists published and vice versa."""
-    row = np.full(64, -1, np.int32)
-    row[:48] = PROMPT
-    manager.begin("array", row[:20], 0)
-    assert manager.grow("array", 48)
-    assert manager.publish("array", row, 20) == 32
-    assert findable(manager, PROMPT) == 1
-    assert manager.publish("array", row[:48], 48) == 64
-    assert findable(manager, PROMPT) == 3
-    assert manager.begin("list", [*PROMPT, 1], 0) == 48
-    assert manager.begin("array 2", row, 0) == 48
-    with pytest.raises(ValueError, match="token_ids of request 'b' must not be empty"):
-        manager.begin("b", row[:0], 0)
 
 
 def test_reset_is_refused_while_a_table_is_open(manager: KVCacheManager[str]) -> None:

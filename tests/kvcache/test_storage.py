@@ -1,31 +1,18 @@
 """The KV tensors: their size, their memory, and life without them."""
 
-import gc
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from kvcache.storage import KVReleased, KVShape, KVStorage, num_blocks
+from tests.memory import own_memory
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32)
 BIG = KVShape(num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, dtype=torch.bfloat16)
 BIG_BLOCKS = 256  # 16 MiB
 CPU = torch.device("cpu")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
-
-
-def own_memory() -> int:
-    """Bytes of memory that belong to no file.
-
-    Not USS: that counts the code of shared libraries too, for as long as nobody else maps it, so
-    that it jumps when another process of the machine loads torch, or ends.
-    """
-    gc.collect()
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    kibibytes = {name: int(size) for name, size, _ in map(str.split, lines)}
-    return (kibibytes["Pss_Anon:"] + kibibytes["Pss_Shmem:"]) * 1024
 
 
 def fill(storage: KVStorage, value: float) -> None:

@@ -267,7 +267,9 @@ def test_cost_does_not_depend_on_blocks_or_tables() -> None:
                 lambda version=version: manager.begin(-1, tokens, version),
                 lambda: manager.grow(-1, 49),
                 lambda: manager.publish(-1, tokens, 49),
+                lambda version=version: manager.begin(-2, [*PROMPT, 2], version),
                 lambda: manager.unpublish_from(-1, 16),
+                lambda: manager.free(-2),
                 lambda: manager.seal(-1),
                 lambda: manager.free(-1),
             )

@@ -59,3 +59,21 @@ def test_gradients(use_entropy):
     own = gradients(lambda h, w: score_rows(h, w, tokens, temperature), torch.float32)
     for got, exact in zip(own, gradients(dense, torch.float64), strict=True):
         assert torch.allclose(got.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_alone_has_the_bits_it_has_among_others():
+    """L5: a long row's normalizer, two threads; torch's own sum differs (the control)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    generator, differ = torch.Generator().manual_seed(0), 0
+    try:
+        for _ in range(60):
+            scaled = torch.randn(4, 151_936, generator=generator)
+            together = normalizer(scaled)
+            alone = torch.cat([normalizer(row.unsqueeze(0)) for row in scaled])
+            assert torch.equal(alone, together)
+            plain = torch.cat([row.unsqueeze(0).logsumexp(-1) for row in scaled])
+            differ += int((plain != together).sum())
+    finally:
+        torch.set_num_threads(before)
+    assert differ > 0

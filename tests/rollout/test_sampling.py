@@ -65,6 +65,7 @@ def test_what_is_accepted(name, given, stored):
         ("n", 0), ("n", True), ("n", 1.5), ("n", "2"),
         ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "1"),
         ("temperature", True), ("temperature", 1e-40), ("temperature", None),
+        ("temperature", 10**400), ("top_p", 10**400), ("logit_bias", {3: 10**400}),
         ("top_p", 1.1), ("top_p", -0.1), ("top_p", float("nan")), ("top_p", "0.5"),
         ("top_k", -2), ("top_k", True), ("top_k", 2.5), ("top_k", None),
         ("min_p", -0.1), ("min_p", 1.1), ("min_p", False),
@@ -200,6 +201,14 @@ def test_what_would_change_sampling_is_refused_by_name(name):
         SamplingParams.from_generation_config({**CONTENT, name: value})
     for off in (REFUSED[name], None):
         assert SamplingParams.from_generation_config({**CONTENT, name: off}) == EXPECTED
+
+
+@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id", "guidance_scale"])
+def test_a_zero_is_off_only_where_zero_means_off(name):
+    """Token id 0 is a token."""
+    with pytest.raises(ValueError, match=f"{name} = 0 would change what is sampled"):
+        SamplingParams.from_generation_config({**CONTENT, name: 0})
+    assert SamplingParams.from_generation_config({**CONTENT, "min_length": 0}) == EXPECTED
 
 
 def test_bad_values_of_a_file_name_our_field():

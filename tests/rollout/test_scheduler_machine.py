@@ -31,7 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     rig: Rig
 
     @initialize(
-        blocks=st.integers(8, 14), batch=st.integers(1, 5), chunk=st.sampled_from([0, 0, 3])
+        blocks=st.integers(8, 12), batch=st.integers(1, 5), chunk=st.sampled_from([0, 0, 3])
     )
     def create(self, blocks: int, batch: int, chunk: int) -> None:
         self.rig = Rig(blocks=blocks, batch=batch, budget=9, chunk=chunk)
@@ -42,9 +42,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.versions: dict[int, list[int]] = {}
 
     @rule(
-        length=st.integers(5, 20),
+        length=st.integers(8, 20),
         kind=st.integers(0, 2),
-        new=st.integers(3, 12),
+        new=st.integers(6, 12),
         stop=st.booleans(),
     )
     def arrive(self, length: int, kind: int, new: int, stop: bool) -> None:
@@ -111,10 +111,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(tokens) == params.max_tokens
 
     @precondition(lambda self: self.all)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), really=st.integers(0, 2))
+    def abort(self, data: st.DataObject, really: int) -> None:
+        if really:
+            return
         RAN["abort"] += 1
-        chosen = data.draw(st.lists(st.sampled_from(self.all), max_size=3, unique=True))
+        chosen = data.draw(st.lists(st.sampled_from(self.all), min_size=1, max_size=3, unique=True))
         self.ended += [r for r in chosen if not r.finished]
         self.rig.scheduler.abort(chosen)
 
