@@ -20,18 +20,17 @@ from typing import Generic, NamedTuple, TypeVar
 from kvcache.block import Block, BlockError
 from kvcache.keys import TokenIds, child_key, root_key
 from kvcache.pool import BlockPool
+from kvcache.prefix_stats import PrefixCounters, PrefixStats
 from kvcache.table import NEVER, BlockTable
 
 RequestId = TypeVar("RequestId", bound=Hashable)
 
-STATS_VERSIONS = 64
+class BlockCopy(NamedTuple):
+    """KV of the first num_tokens tokens of block `source` is needed in block `target` too."""
 
-
-class PrefixStats(NamedTuple):
-    """What prefix matching did for the requests admitted under one version."""
-
-    queries: int  # tokens that were looked up
-    hits: int  # tokens among them that were found, so need no prefill
+    source: int
+    target: int
+    num_tokens: int
 
 
 class KVCacheManager(Generic[RequestId]):
@@ -48,7 +47,7 @@ class KVCacheManager(Generic[RequestId]):
         self.pool = pool
         self.block_size = block_size
         self._tables: dict[RequestId, BlockTable] = {}
-        self._stats: dict[int, PrefixStats] = {}
+        self._counters = PrefixCounters()
 
     @property
     def num_free_blocks(self) -> int:
@@ -67,9 +66,10 @@ class KVCacheManager(Generic[RequestId]):
     def prefix_stats(self) -> dict[int, PrefixStats]:
         """Counters by policy version, a copy; the latest 64 versions are kept.
 
-        A request counts once per admission: at the first grow() that succeeds after its begin().
+        A request counts once per admission: when it is forked, or at the first grow() that
+        succeeds after its begin().
         """
-        return dict(self._stats)
+        return self._counters.snapshot()
 
     def begin(
         self,
@@ -115,6 +115,49 @@ class KVCacheManager(Generic[RequestId]):
         )
         return num_cached_tokens
 
+    def fork(
+        self,
+        request_id: RequestId,
+        source_id: RequestId,
+        num_tokens: int,
+        num_query_tokens: int,
+    ) -> BlockCopy | None:
+        """Open a table on the first num_tokens tokens of an open one: samples of one prompt.
+
+        Full blocks are shared like matched ones; a rest of less than a block gets a block of its
+        own. The caller copies the rest's KV there, as the result says, once it is computed and
+        before it is read or the source's table is freed. None if no block can be taken for it, or
+        the source has not published these blocks under the live version; nothing has changed then.
+        num_query_tokens, the length of the prompt, is for the statistics.
+        """
+        source = self._table(source_id)
+        if request_id in self._tables:
+            raise BlockError(f"request {request_id!r} has a block table already")
+        num_full, rest = divmod(num_tokens, self.block_size)
+        is_live = source.policy_version == self.pool.policy_version
+        if not is_live or source.publish_at == NEVER or len(source.keys) < num_full:
+            return None
+        if rest and not self.pool.num_available:
+            return None
+        shared = source.blocks[:num_full]
+        self.pool.retain(shared)
+        blocks = shared + (self.pool.take(1) if rest else [])
+        table = BlockTable(
+            root=source.root,
+            policy_version=source.policy_version,
+            num_query_tokens=num_query_tokens,
+            blocks=blocks,
+            block_ids=[block.block_id for block in blocks],
+            keys=source.keys[:num_full],
+            num_matched=num_full,
+            publish_at=(num_full + 1) * self.block_size,
+        )
+        self._tables[request_id] = table
+        self._count(table, num_tokens)
+        if not rest:
+            return BlockCopy(0, 0, 0)
+        return BlockCopy(source.block_ids[num_full], table.block_ids[num_full], rest)
+
     def grow(self, request_id: RequestId, num_tokens: int) -> Sequence[int] | None:
         """Have room for num_tokens tokens in total; the ids of the blocks newly taken for that.
 
@@ -133,7 +176,7 @@ class KVCacheManager(Generic[RequestId]):
         table.blocks += taken
         table.block_ids += taken_ids
         if not table.is_counted:
-            self._count(table)
+            self._count(table, table.num_matched * self.block_size)
         return taken_ids
 
     def publish(self, request_id: RequestId, token_ids: TokenIds, num_tokens: int) -> int:
@@ -274,12 +317,6 @@ class KVCacheManager(Generic[RequestId]):
         except KeyError:
             raise BlockError(f"request {request_id!r} has no block table") from None
 
-    def _count(self, table: BlockTable) -> None:
+    def _count(self, table: BlockTable, num_hits: int) -> None:
         table.is_counted = True
-        before = self._stats.get(table.policy_version, PrefixStats(0, 0))
-        self._stats[table.policy_version] = PrefixStats(
-            before.queries + table.num_query_tokens,
-            before.hits + table.num_matched * self.block_size,
-        )
-        if len(self._stats) > STATS_VERSIONS:
-            del self._stats[min(self._stats)]
+        self._counters.add(table.policy_version, table.num_query_tokens, num_hits)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kvcache.manager import BlockCopy
 
 DEFAULT_KV_BYTES = 2 << 30
 
@@ -66,7 +69,7 @@ class KVStorage:
     Index 0 of the first dimension holds keys, 1 values. Block b owns the slots
     [b * block_size, (b + 1) * block_size). Contents are always finite: masked slots are read and
     multiplied by zero. On a CPU a page of memory is taken from the system when a token is first
-    stored in it, so an unused budget costs nothing.
+    stored in it, not when it is read, so an unused budget costs nothing.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
@@ -96,6 +99,17 @@ class KVStorage:
             raise KVReleased("the KV pages are released; call restore() before using them")
         return self._pages
 
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy the beginnings of blocks into other blocks, in all layers. No target is a source."""
+        if not copies:
+            return
+        size = self.block_size
+        spans = [(c.source * size, c.target * size, c.num_tokens) for c in copies]
+        sources = torch.cat([torch.arange(s, s + n) for s, _, n in spans]).to(self.device)
+        targets = torch.cat([torch.arange(t, t + n) for _, t, n in spans]).to(self.device)
+        for pages in self.pages:
+            pages.index_copy_(2, targets, pages.index_select(2, sources))
+
     def release(self) -> None:
         """Give the memory of the pages back to the system; a second call does nothing.
 
@@ -119,6 +133,7 @@ class KVStorage:
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # torch.zeros would write every byte; anonymous memory is zero until it is written.
-    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize)
+    # torch.zeros would write every byte; anonymous memory is zero until it is written. It must be
+    # a private mapping: reading a page that was never written takes memory in a shared one.
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, access=mmap.ACCESS_COPY)
     return torch.frombuffer(memory, dtype=dtype).view(size)

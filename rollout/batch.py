@@ -33,8 +33,8 @@ class StepInputs:
         plan            A: 3 new (chunk)   B: 1 new (decode)   C: 4 new (last chunk)
         input_ids       a a a              b                   c c c c
         positions       5 6 7              40                  0 1 2 3
-        sampled                            ^ 3                       ^ 7
-        sampling        row 0 of its columns: B, row 1: C
+        sampled                            ^ 3                       ^ 7  ^ 7
+        sampling        row 0 of its columns: B, row 1: C, row 2: D, which is forked from C
 
     input_ids int64 `[num_tokens]`; sampled int64 `[num_sampled]` into the flat tokens.
     `metadata` reads the batch's block table where it lies: inputs are valid for this step only.
@@ -59,10 +59,14 @@ class StepInputs:
             rows,
         )
         input_ids = batch.tokens[rows[metadata.token_sequence], metadata.positions]
+        last = starts[1:] - 1
+        sampled = last[plan.samples]
+        if len(plan.forked):
+            sampled = np.concatenate((sampled, last[plan.leaders]))
         return StepInputs(
             input_ids.astype(np.int64),
             metadata,
-            starts[1:][plan.samples] - 1,
+            sampled,
             _sampling_rows(plan.sampled_rows, batch),
             _scored_prompts(plan, batch, starts),
         )

@@ -129,8 +129,8 @@ class Detokenizer:
 class _Window:
     """Turns ids into text that later ids cannot change, decoding a few ids at each step.
 
-        ids  ... c c c | p p p        c: context, settled last; tells a decoder that drops the
-                                         first space that this is not the beginning
+        ids  ......... c | p p p      c: context; tells a decoder that drops the first space that
+                                         this is not the beginning
                                       p: pending, their text ends in bytes that are no character
 
     `tokenizers.decoders.DecodeStream` (0.23.3) does much the same, but with byte-fallback
@@ -140,16 +140,16 @@ class _Window:
     on the front is settled, at a cut that leaves the text of the whole as it is.
 
     Two kinds of output differ from decoding all at once, both malformed. A byte-fallback
-    decoder turns a whole run of byte tokens into U+FFFD if one of them is broken; here the good
-    ones around it stay. And where each of 64 tokens in a row ends within a character that the
-    next one goes on with, one character of them is lost.
+    decoder turns a whole run of byte tokens into U+FFFD if one of them is broken; here only
+    those become U+FFFD that are no character. And where each of 64 tokens in a row ends within
+    a character that the next one goes on with, one character of them is lost.
     """
 
     def __init__(self, tokenizer: _Decodes) -> None:
         self._decode = tokenizer.decode
         self._begun = False
         self._context: list[int] = []
-        self._context_text = ""
+        self._context_length = 0
         self._pending: list[int] = []
         self._pending_text = ""
         self._num_given = 0  # characters of the pending text that were given out
@@ -163,25 +163,29 @@ class _Window:
         if self._pending_text == before and not self._decode([token_id, token_id]):
             self._pending.pop()  # special or unknown
             return ""
-        if self._pending_text.endswith(_REPLACEMENT):
-            return self._push_unfinished(before)
-        return self.flush()
-
-    def flush(self) -> str:
-        """All that was not given out."""
-        return self._settle(len(self._pending)) if self._pending else ""
-
-    def _push_unfinished(self, before: str) -> str:
-        given = ""
+        if not self._pending_text.endswith(_REPLACEMENT):
+            return self.flush()
         last = len(self._pending) - 1
         if last:
             alone = self._text_of(self._pending[last:])
             if _REPLACEMENT not in alone:  # a byte token that is a character, in a broken run
-                return self._settle(last) + self.flush()
+                self._cuts.append(last)
+                return self.flush()
             if before + alone == self._pending_text:
                 self._cuts.append(last)
+        return self._advance()
+
+    def flush(self) -> str:
+        """All that was not given out. Broken ids go first, so that they spoil no good ones."""
+        given = ""
+        while self._cuts and _REPLACEMENT in self._pending_text:
+            given += self._settle(self._front())
+        return given + self._settle(len(self._pending)) if self._pending else given
+
+    def _advance(self) -> str:
+        given = ""
         while len(self._pending) >= _MOST_BYTES and self._cuts:
-            given += self._settle(self._cuts[0])
+            given += self._settle(self._front())
         if len(self._pending) > _LONGEST_WINDOW or not self._pending_text.endswith(_REPLACEMENT):
             return given + self.flush()
         certain = self._pending_text.rstrip(_REPLACEMENT)
@@ -189,33 +193,31 @@ class _Window:
         self._num_given = max(self._num_given, len(certain))
         return given
 
+    def _front(self) -> int:
+        """How many pending ids to settle first: those of a character, else up to a cut."""
+        for count in range(1, min(_MOST_BYTES, len(self._pending))):
+            if _REPLACEMENT not in self._text_of(self._pending[:count]):
+                return count
+        return self._cuts[0]
+
     def _settle(self, count: int) -> str:
         """End the first `count` pending ids; their text, less what was given out of it."""
         settled, self._pending = self._pending[:count], self._pending[count:]
         text = self._text_of(settled) if self._pending else self._pending_text
         given, self._num_given = text[self._num_given :], max(0, self._num_given - len(text))
         self._cuts = [cut - count for cut in self._cuts if cut > count]
-        self._choose_context(settled)
+        self._begun = True
+        alone = self._decode(settled[-1:])
+        if alone and _REPLACEMENT not in alone:  # else it may be part of a run of bytes
+            self._context, self._context_length = settled[-1:], len(alone)
         self._pending_text = self._text_of(self._pending) if self._pending else ""
         return given
-
-    def _choose_context(self, settled: list[int]) -> None:
-        """The last id, or all of them if that is a piece of a character. With U+FFFD in their
-        text they would not be what they are before other bytes, so the old context stays."""
-        self._begun = True
-        for ids in (settled[-1:], settled):
-            text = self._decode(ids)
-            if _REPLACEMENT not in text:
-                self._context, self._context_text = ids, text
-                return
 
     def _text_of(self, ids: list[int]) -> str:
         """Text of ids that follow what is settled."""
         if self._context:
-            text = self._decode([*self._context, *ids])
-            if text.startswith(self._context_text):
-                return text[len(self._context_text) :]
-            # The context and these ids are one run of byte tokens, broken by these.
+            # These may break the context if it is a byte; its one character stays one.
+            return self._decode([*self._context, *ids])[self._context_length :]
         text = self._decode(ids)
         if self._begun and _REPLACEMENT not in text:
             return self._decode(ids + ids)[len(text) :]  # they are their own context

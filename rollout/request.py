@@ -182,6 +182,13 @@ class Request:
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
+    @property
+    def may_fork(self) -> bool:
+        """Whether it may take over the prompt's KV of another sample as it is: nothing is sampled
+        yet, and the prompt's own logits are not asked for."""
+        is_fresh = len(self.tokens) == self.num_prompt_tokens and not self.sealed
+        return self.params.n > 1 and is_fresh and self.prompt_scores is None
+
     def fail(self, finish_reason: str, reason: str, message: str) -> None:
         self.finish_reason, self.error_reason, self.error_message = finish_reason, reason, message
 

@@ -37,6 +37,7 @@ class ModelRunner:
         """
         inputs = StepInputs.build(plan, batch)
         device = self._storage.device
+        self._storage.copy(plan.copies_before)
         attention = PagedAttention(
             inputs.metadata, self._storage.pages, self._backend, self._group
         )
@@ -45,6 +46,7 @@ class ModelRunner:
             torch.from_numpy(inputs.metadata.positions).to(device),
             attention,
         )
+        self._storage.copy(plan.copies_after)
         for scored in inputs.scored:
             self._score_prompt(hidden, scored, batch)
         if not len(inputs.sampled):
@@ -52,7 +54,7 @@ class ModelRunner:
                 torch.cuda.synchronize(device)
             return SampledRows.none()
         rows = hidden
-        if len(inputs.sampled) < hidden.shape[0]:
+        if len(inputs.sampled) != hidden.shape[0] or len(plan.forked):
             rows = hidden[torch.from_numpy(inputs.sampled).to(device)]
         return sample(self._model.logits(rows), inputs.sampling)
 

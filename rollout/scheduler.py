@@ -17,11 +17,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvcache import NEVER, KVCacheManager
-from rollout.request import Request, RequestStatus, ranked
+from rollout.request import Request, RequestStatus
+from rollout.results import take_results
 from rollout.running import RunningBatch
-from rollout.sampling_rows import NOTHING_LEFT, SampledRows
+from rollout.sampling_rows import SampledRows
+from rollout.step_builder import PromptSource, StepBuilder
 from rollout.step_plan import Committed, IntColumn, StepPlan
-from rollout.stopping import check_stop
 
 
 class Scheduler:
@@ -81,14 +82,10 @@ class Scheduler:
         """
         preemptions = self.preemptions
         rows, new = self._plan_running()
-        if self.preemptions == preemptions and self.waiting:
-            admitted = self._admit(version, self._budget - int(new.sum()))
-            if admitted:
-                columns = np.array(admitted, np.int64)
-                rows = np.concatenate((rows, columns[:, 0]))
-                new = np.concatenate((new, columns[:, 1]))
-        samples = self.batch.num_computed[rows] + new == self.batch.num_tokens[rows]
-        return StepPlan(rows, new, samples)
+        step = StepBuilder(rows, new, self._budget)
+        if self.preemptions == preemptions:
+            self._admit(version, step)
+        return step.build(self.batch)
 
     def _plan_running(self) -> tuple[IntColumn, IntColumn]:
         batch, rows = self.batch, self._running_rows()
@@ -125,37 +122,79 @@ class Scheduler:
         batch, request_id = self.batch, self.batch.request(row).request_id
         batch.publish_at[row] = self._kv.publish(request_id, batch.tokens[row], num_tokens)
 
-    def _admit(self, version: int, budget: int) -> list[tuple[int, int]]:
-        """Move waiting requests into rows while they fit: (row, new tokens) of each."""
-        admitted: list[tuple[int, int]] = []
-        while (
-            self.waiting
-            and budget
-            and len(self.running) < self.batch.max_batch_size
-            and self._kv.num_free_blocks
-        ):
+    def _admit(self, version: int, step: StepBuilder) -> None:
+        """Move waiting requests into rows while they fit, none before those that came earlier."""
+        sources: dict[int, PromptSource] | None = None
+        while self.waiting and len(self.running) < self.batch.max_batch_size:
             request = self.waiting[0]
-            request_id, length = request.request_id, len(request.tokens)
-            match = request.prompt_scores is None  # a prompt's logits come of computing it
-            cached = self._kv.begin(request_id, request.tokens, version, match=match)
-            new = min(length - cached, budget, self._chunk)
-            if self._kv.grow(request_id, cached + new) is None:
-                self._kv.free(request_id)
+            is_fresh = request.may_fork
+            if is_fresh:
+                sources = step.prompt_sources(self.batch) if sources is None else sources
+                source = sources.get(id(request.task))
+                if source is not None and self._fork(request, source, step):
+                    continue
+            new = self._begin(request, version, step.budget)
+            if not new:
                 break
-            self.waiting.popleft()
-            request.status = RequestStatus.RUNNING
-            row = self.batch.add(request, cached)
-            self.batch.add_blocks(row, self._kv.block_ids(request_id))
-            self.running.append(request)
-            self._rows = None
-            self.batch.publish_at[row] = 0
-            if request.sealed:
-                self._seal(request)
-            else:
-                self._publish(row, cached + new)
-            budget -= new
-            admitted.append((row, new))
-        return admitted
+            assert request.row is not None
+            step.add(request.row, new)
+            ends = int(self.batch.num_computed[request.row]) + new
+            if is_fresh and sources is not None and ends == request.num_prompt_tokens:
+                sources.setdefault(id(request.task), PromptSource(request, in_step=True))
+
+    def _begin(self, request: Request, version: int, budget: int) -> int:
+        """Give the head of the queue a row and blocks for its next tokens; how many, 0 if it
+        does not fit."""
+        if not budget or not self._kv.num_free_blocks:
+            return 0
+        request_id, length = request.request_id, len(request.tokens)
+        match = request.prompt_scores is None  # a prompt's logits come of computing it
+        cached = self._kv.begin(request_id, request.tokens, version, match=match)
+        new = min(length - cached, budget, self._chunk)
+        if self._kv.grow(request_id, cached + new) is None:
+            self._kv.free(request_id)
+            return 0
+        self._enter(request, cached, cached + new)
+        return new
+
+    def _fork(self, request: Request, source: PromptSource, step: StepBuilder) -> bool:
+        """Let the head of the queue share the KV of a sibling's prompt, all of it.
+
+        Where the sibling computes the prompt's end in this step, both sample from its logits, and
+        nothing is computed twice. Later on the last token is computed again, for its logits.
+        """
+        length = request.num_prompt_tokens
+        num_shared = length if source.in_step else length - 1
+        if not source.in_step and not step.budget:
+            return False
+        sibling = source.request
+        copy = self._kv.fork(request.request_id, sibling.request_id, num_shared, length)
+        if copy is None:
+            return False
+        if self._kv.grow(request.request_id, length) is None:
+            self._kv.free(request.request_id)
+            return False
+        row = self._enter(request, num_shared, length)
+        assert sibling.row is not None
+        if source.in_step:
+            step.fork(row, sibling.row, copy)
+        else:
+            step.add(row, 1, copy)
+        return True
+
+    def _enter(self, request: Request, num_computed: int, num_tokens: int) -> int:
+        """From the head of the queue into a row; it computes up to token `num_tokens` now."""
+        self.waiting.popleft()
+        request.status = RequestStatus.RUNNING
+        row = self.batch.add(request, num_computed)
+        self.batch.add_blocks(row, self._kv.block_ids(request.request_id))
+        self.running.append(request)
+        self._rows = None
+        if request.sealed:
+            self._seal(request)
+        else:
+            self._publish(row, num_tokens)
+        return row
 
     def _running_rows(self) -> IntColumn:
         if self._rows is None:
@@ -174,58 +213,9 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, sampled: SampledRows, version: int) -> Committed:
         """Take a step's results; row i of `sampled` belongs to `plan.sampled_rows[i]`."""
-        batch = self.batch
-        rows, tokens = plan.sampled_rows, sampled.tokens
-        good = tokens >= 0
-        ended = self._fail_rows(rows[~good], tokens[~good], version) if not good.all() else []
-        rows, tokens = rows[good], tokens[good]
-        at = batch.num_tokens[rows]
-        output_start = at - batch.num_prompt_tokens[rows]
-        for index in np.flatnonzero(batch.version[rows] != version).tolist():
-            row = int(rows[index])
-            batch.request(row).spans.append((version, int(output_start[index])))
-            batch.version[row] = version
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            top = zip(rows.tolist(), sampled.top_ids[good], sampled.top_logprobs[good], strict=True)
-            for row, ids, logprobs in top:
-                if batch.num_top[row]:
-                    best = ranked(ids, logprobs, int(batch.num_top[row]))
-                    batch.request(row).top.append(best)
-        batch.tokens[rows, at] = tokens
-        batch.logprobs[rows, at] = sampled.logprobs[good]
-        batch.sampling_logprobs[rows, at] = sampled.sampling_logprobs[good]
-        batch.num_computed[plan.rows] += plan.num_new
-        batch.num_tokens[rows] = at + 1
-        may_end = (at + 1 >= batch.stop_length[rows]) | batch.watched[rows]
-        may_end |= np.isin(tokens, batch.stop_ids)
-        for index in np.flatnonzero(may_end).tolist():
-            request = batch.request(int(rows[index]))
-            num_tokens = int(at[index]) + 1
-            if check_stop(request, int(tokens[index]), num_tokens, self._eos_token_ids):
-                ended.append(request)
-        self._finish_all(ended)
-        return Committed(ended, rows[output_start == 0], len(rows))
-
-    def _fail_rows(self, rows: IntColumn, marks: IntColumn, version: int) -> list[Request]:
-        failed = [self.batch.request(row) for row in rows.tolist()]
-        for request, mark in zip(failed, marks.tolist(), strict=True):
-            assert request.row is not None
-            position = int(self.batch.num_tokens[request.row])
-            if mark == NOTHING_LEFT:
-                request.fail(
-                    "error",
-                    "no_token_allowed",
-                    f"allowed_token_ids, bad_words and min_tokens leave no token for position "
-                    f"{position}; the tokens so far are kept",
-                )
-            else:
-                request.fail(
-                    "error",
-                    "non_finite_logits",
-                    f"the model's logits at position {position} are not finite under "
-                    f"policy version {version}; the tokens so far are kept",
-                )
-        return failed
+        done = take_results(self.batch, plan, sampled, version, self._eos_token_ids)
+        self._finish_all(done.ended)
+        return done
 
     def _finish_all(self, requests: Iterable[Request]) -> None:
         """End requests whose finish reason is set, wherever they are; each once."""

@@ -290,12 +290,16 @@ class CacheMachine(RuleBasedStateMachine):
     def free(self, request_id: int) -> None:
         pool = self.manager.pool
         held = [pool.blocks[block_id] for block_id in self.manager.block_ids(request_id)]
+        before = [(block, block.key, block.policy_version, block.ref_count) for block in held]
         self.manager.free(request_id)
         del self.running[request_id]
-        for block in reversed(held):
-            if block.ref_count == 0 and block.key is not None:
-                assert block.policy_version == self.version, "released with a retired key"
-                self.cached.append(block.block_id)
+        for block, key, version, holders in reversed(before):
+            assert block.ref_count == holders - 1
+            if holders == 1:
+                is_live = version == self.version
+                assert block.key == (key if is_live else None), "live kept, retired dropped"
+                if is_live:
+                    self.cached.append(block.block_id)
         with pytest.raises(BlockError):
             self.manager.free(request_id)
 

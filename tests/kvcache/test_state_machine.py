@@ -81,6 +81,25 @@ class TakesTheLatest(BlockPool):
         super().release(reversed(list(blocks)))
 
 
+class DropsLive(BlockPool):
+    """Forgets that released content of the live version is worth keeping."""
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.ref_count == 1:
+                self.unpublish(block)
+            super().release([block])
+
+
+class FreesTwice(BlockPool):
+    """Forgets that a block has other holders when one of them leaves."""
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.ref_count = min(block.ref_count, 1)
+            super().release([block])
+
+
 class WithdrawsNothing(BlockPool):
     """Forgets to take a key back."""
 
@@ -90,10 +109,19 @@ class WithdrawsNothing(BlockPool):
 
 @pytest.mark.parametrize(
     "broken",
-    [FindsRetired, CachesRetired, CountsStale, KeepsKeys, TakesTheLatest, WithdrawsNothing],
+    [
+        FindsRetired,
+        CachesRetired,
+        CountsStale,
+        KeepsKeys,
+        TakesTheLatest,
+        DropsLive,
+        FreesTwice,
+        WithdrawsNothing,
+    ],
 )
 def test_a_pool_that_forgets_a_rule_is_caught(broken: type[BlockPool]) -> None:
-    """K5, K6, K10, K16, K20, K21, controls: the machine fails for each rule forgotten."""
+    """K4-K6, K10, K16, K20, K21, controls: the machine fails for each rule forgotten."""
 
     class Broken(CacheMachine):
         pool_class = broken

@@ -36,13 +36,19 @@ class Rig:
         self.ids = 0
 
     def add(self, prompt: list[int] | int, **fields: object) -> Request:
+        return self.group(prompt, 1, **fields)[0]
+
+    def group(self, prompt: list[int] | int, n: int, **fields: object) -> list[Request]:
+        """n samples of one prompt."""
         tokens = [50 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-        params = SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **fields})
-        request = Request(self.ids, PromptTask(self.ids, tokens, params, 0, 0), 0)
-        request.admit(np.array(tokens, np.int32), CONTEXT)
-        self.ids += 1
-        self.scheduler.add(request)
-        return request
+        params = SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **fields, "n": n})
+        task = PromptTask(self.ids, tokens, params, 0, 0)
+        requests = [Request(self.ids + sample, task, sample) for sample in range(n)]
+        for request in requests:
+            request.admit(np.array(tokens, np.int32), CONTEXT)
+            self.scheduler.add(request)
+        self.ids += n
+        return requests
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan(self.version)
@@ -50,7 +56,7 @@ class Rig:
         return plan
 
     def commit(self, plan: StepPlan, token: int = 7) -> Committed:
-        rows = sampled([token] * int(plan.samples.sum()))
+        rows = sampled([token] * len(plan.sampled_rows))
         done = self.scheduler.commit(plan, rows, self.version)
         self.kv.check_integrity()
         return done

@@ -170,12 +170,30 @@ def test_seed_none_is_derived_and_reported(model):
         assert bits(alone) == bits([r])
 
 
-def test_a_group_computes_its_prompt_once(model):
-    """K14: full blocks are shared by samples of one step; a partial block is computed again."""
-    prompt = random_prompts(1, longest=1)[0] * 50
+@pytest.mark.parametrize("length", [48, 50])
+def test_a_group_computes_its_prompt_once(model, length):
+    """K14, L5: to the token, and to the same bits as samples that share nothing."""
+    prompt = random_prompts(1, longest=1)[0] * length
     engine = RolloutEngine(model)
-    rollouts(engine, [prompt], n=8, max_tokens=1, seed=0)
-    assert engine.get_stats()["computed_tokens"] == 50 + 7 * 2
+    shared = rollouts(engine, [prompt], n=8, max_tokens=9, seed=0, ignore_eos=True)
+    assert engine.get_stats()["computed_tokens"] == length + 8 * 8
+    cold = RolloutEngine(model, enable_prefix_caching=False)
+    apart = rollouts(cold, [prompt], n=8, max_tokens=9, seed=0, ignore_eos=True)
+    assert bits(shared) == bits(apart)
+    assert cold.get_stats()["computed_tokens"] == 8 * (length + 8)
+
+
+def test_a_group_larger_than_the_batch_computes_its_prompt_once(model):
+    """K14, L5: samples that find a sibling running compute one token of the prompt again."""
+    prompt = random_prompts(1, longest=1)[0] * 50
+    params = {"n": 12, "max_tokens": 30, "seed": 0, "temperature": 3.0}  # of various lengths
+    engine = RolloutEngine(model, max_batch_size=4)
+    shared = rollouts(engine, [prompt], **params)
+    stats = engine.get_stats()
+    of_prompts = stats["computed_tokens"] - sum(len(r.token_ids) - 1 for r in shared)
+    assert 50 < of_prompts <= 50 + 8
+    apart = rollouts(RolloutEngine(model, enable_prefix_caching=False), [prompt], **params)
+    assert bits(shared) == bits(apart)
 
 
 def test_output_of_a_turn_is_a_prefix_of_the_next(model):

@@ -617,3 +617,5 @@ def test_only_ranks_need_a_sort():
         return sum(name.startswith("sort") for name in names)
 
     assert (sorts(min_p=0.1), sorts(top_k=2), sorts(top_p=0.5, min_p=0.1)) == (0, 1, 1)
+    alone = operations(columns([row(i, min_p=0.1) for i in range(4)]))
+    assert not any(name.startswith("index_copy") for name in alone)  # nor a copy for none

@@ -120,6 +120,56 @@ def test_identical_prompts_of_one_plan_share():
     assert rig.shape(rig.plan()) == {0: 10, 1: 2}
 
 
+def test_samples_of_one_prompt_compute_it_once():
+    """K14: those admitted with it fork from its logits; with one admitted later only the last
+    token is computed again; then, when nobody runs any more, the block that is not full."""
+    rig = Rig(batch=2)
+    first, second, third, fourth = rig.group(10, 4, max_tokens=20)
+    plan = rig.plan()
+    assert rig.shape(plan) == {0: 10} and plan.forked.tolist() == [second.row]
+    assert [c.num_tokens for c in plan.copies_after] == [2] and not plan.copies_before
+    rig.commit(plan)
+    assert rig.shape(rig.plan()) == {0: 1, 1: 1}
+    rig.step()
+    rig.scheduler.abort([second])
+    later = rig.plan()
+    assert rig.shape(later) == {0: 1, 2: 1}
+    assert [c.num_tokens for c in later.copies_before] == [1] and not later.copies_after
+    rig.commit(later)
+    rig.scheduler.abort([first, third])
+    assert rig.shape(rig.plan()) == {3: 2}
+    assert rig.kv.prefix_stats()[0] == (40, 10 + 9 + 8)
+    assert fourth.row is not None
+
+
+@pytest.mark.parametrize("length", [8, 9, 12])
+def test_a_fork_at_a_border_of_blocks(length):
+    """K14: a prompt of full blocks leaves nothing to copy, or one block for who comes later."""
+    rig = Rig(batch=2)
+    _, second, *_ = rig.group(length, 3, max_tokens=20)
+    plan = rig.plan()
+    assert [c.num_tokens for c in plan.copies_after] == [length % BLOCK] * (length % BLOCK > 0)
+    rig.commit(plan)
+    rig.scheduler.abort([second])
+    later = rig.plan()
+    rest = (length - 1) % BLOCK
+    assert [c.num_tokens for c in later.copies_before] == [rest] * (rest > 0)
+    assert rig.shape(later) == {0: 1, 2: 1}
+
+
+def test_who_does_not_fork():
+    """A sample that has tokens, one whose prompt is scored, and any with caching off."""
+    rig = Rig(batch=4)
+    scored = rig.group(10, 2, prompt_logprobs=0)
+    for request in scored:
+        assert not request.may_fork
+    assert not rig.add(10).may_fork
+    cold = Rig(batch=4)
+    cold.kv.pool.enable_prefix_caching = False
+    cold.group(10, 2)
+    assert cold.shape(cold.plan()) == {0: 10, 1: 10}
+
+
 @pytest.mark.parametrize(
     ("fields", "tokens", "reason"),
     [

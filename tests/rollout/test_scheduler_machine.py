@@ -1,12 +1,15 @@
 """The scheduler under random arrivals, steps, failures, aborts, publications and releases.
 
 After every operation the books balance: blocks, rows and queues agree, each request is somewhere
-exactly once, nothing is lost, and what it has sampled so far is what it was given.
+exactly once, nothing is lost, and what it has sampled so far is what it was given. A model of the
+KV storage knows for every slot of which tokens its KV is, and under which version: every request
+reads the KV of its own tokens, whether it computed, matched, copied or shared them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import settings
@@ -20,7 +23,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvcache import BlockCopy
 from rollout.request import Request, RequestStatus
+from rollout.step_plan import StepPlan
 from tests.rollout.scheduler_rig import BLOCK, EOS, Rig, sampled
 
 RAN: Counter[str] = Counter()
@@ -40,20 +45,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended: list[Request] = []
         self.given: dict[int, list[int]] = {}  # request id -> tokens sampled for it
         self.versions: dict[int, list[int]] = {}
+        self.slots: dict[int, tuple[tuple[int, ...], int]] = {}  # (tokens up to it, version)
 
     @rule(
         length=st.integers(8, 20),
         kind=st.integers(0, 2),
         new=st.integers(6, 12),
         stop=st.booleans(),
+        n=st.integers(1, 3),
     )
-    def arrive(self, length: int, kind: int, new: int, stop: bool) -> None:
+    def arrive(self, length: int, kind: int, new: int, stop: bool, n: int) -> None:
         stops = (8,) if stop else ()
-        request = self.rig.add(
-            [30 + kind] * length, max_tokens=new, ignore_eos=False, stop_token_ids=stops
-        )
-        self.all.append(request)
-        self.given[request.request_id], self.versions[request.request_id] = [], []
+        prompt = [30 + kind] * length
+        for request in self.rig.group(
+            prompt, n, max_tokens=new, ignore_eos=False, stop_token_ids=stops
+        ):
+            self.all.append(request)
+            self.given[request.request_id], self.versions[request.request_id] = [], []
 
     @precondition(lambda self: self.rig.scheduler.has_work)
     @rule(
@@ -75,7 +83,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         RAN["step"] += 1
         RAN["preemption"] += rig.scheduler.preemptions - preemptions
         assert len(plan.rows), "work is left and nothing is planned"
-        assert len(set(plan.rows.tolist())) == len(plan.rows) <= self.batch_limit
+        everyone = [*plan.rows.tolist(), *plan.forked.tolist()]
+        assert len(set(everyone)) == len(everyone) <= self.batch_limit
         assert plan.num_tokens <= 9 and (plan.num_new >= 1).all()
         if oldest is not None and rig.scheduler.preemptions > preemptions:
             assert rig.scheduler.running[0] is oldest, "the oldest was preempted"
@@ -85,10 +94,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert rig.batch.block_table[row, : len(table)].tolist() == table
             assert rig.batch.num_slots[row] == len(table) * BLOCK
             assert len(table) * BLOCK >= rig.batch.num_computed[row] + new
+        self.compute(plan, fails)
         if fails:
             RAN["failed step"] += 1
             rig.scheduler.abandon(plan)
             return
+        RAN["fork"] += len(plan.forked)
+        RAN["late fork"] += len(plan.copies_before)
         rows = plan.sampled_rows.tolist()
         for row, token in zip(rows, tokens, strict=False):
             if token >= 0:
@@ -98,6 +110,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended += done.ended
         for request in done.ended:
             self.check_reason(request)
+
+    def compute(self, plan: StepPlan, fails: bool) -> None:
+        """The forward, as far as KV goes: copies, then all writes, then all reads."""
+        batch, version = self.rig.batch, self.rig.version
+        self.copy(plan.copies_before)
+        for row, new in zip(plan.rows.tolist(), plan.num_new.tolist(), strict=True):
+            computed = int(batch.num_computed[row])
+            tokens = batch.tokens[row].tolist()
+            for position in range(computed, computed + new):
+                content = (tuple(tokens[: position + 1]), version)
+                self.slots[self.slot(row, position)] = ((), -1) if fails else content
+        self.copy(plan.copies_after)
+        if fails:
+            return
+        ends = batch.num_computed + 0
+        ends[plan.rows] += plan.num_new
+        for row in [*plan.rows.tolist(), *plan.forked.tolist()]:
+            tokens = batch.tokens[row].tolist()
+            for position in range(int(ends[row])):
+                prefix, computed_under = self.slots[self.slot(row, position)]
+                assert prefix == tuple(tokens[: position + 1]), "KV of other tokens is read"
+                if not batch.request(row).sealed:
+                    assert computed_under == version, "KV of other weights is read"
+
+    def slot(self, row: int, position: int) -> int:
+        return int(self.rig.batch.block_table[row, position // BLOCK]) * BLOCK + position % BLOCK
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            for offset in range(copy.num_tokens):
+                content = self.slots[copy.source * BLOCK + offset]
+                self.slots[copy.target * BLOCK + offset] = content
 
     def check_reason(self, request: Request) -> None:
         """The reason is the right one of the rules in design order: stop beats length."""
@@ -140,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         RAN["release"] += 1
         self.rig.scheduler.requeue_running()
         self.rig.kv.reset()
+        self.slots.clear()
         assert self.rig.kv.pool.num_free == self.rig.kv.pool.num_total
 
     @invariant()
@@ -191,5 +236,7 @@ def test_random_lives_of_requests() -> None:
     RAN.clear()
     run_state_machine_as_test(SchedulerMachine, settings=PROFILE)
     assert RAN["step"] > 2000, RAN
-    for operation in ("preemption", "failed step", "abort", "keep", "recompute", "release"):
+    for operation in (
+        "preemption", "fork", "late fork", "failed step", "abort", "keep", "recompute", "release",
+    ):
         assert RAN[operation] > 20, RAN
