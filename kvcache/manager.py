@@ -213,37 +213,20 @@ class KVCacheManager(Generic[RequestId]):
         table.publish_at = (num_full + 1) * self.block_size
         return table.publish_at
 
-    def unpublish_from(self, request_id: RequestId, num_tokens: int) -> list[RequestId]:
+    def unpublish_from(self, request_id: RequestId, num_tokens: int) -> None:
         """Take back what this request published beyond its first num_tokens tokens.
 
         For a planned step that was not computed: num_tokens is what was computed before it.
-        Returns the other requests that matched a block taken back. Their tables stand on KV that
-        was never written: free them, and begin them again. Matched blocks are others' and stay.
+        Requests begun or forked for that step may hold such blocks, whose KV was never written:
+        free them, and begin them again. Matched blocks are others' and stay.
         """
         table = self._table(request_id)
         first = max(num_tokens // self.block_size, table.num_matched)
-        withdrawn: list[int] = []
-        for index in range(first, len(table.keys)):
-            block = table.blocks[index]
-            if block.key is not None:
-                self.pool.unpublish(block)
-                withdrawn.append(index)
+        for block in table.blocks[first : len(table.keys)]:
+            self.pool.unpublish(block)
         del table.keys[first:]
         if table.publish_at != NEVER:
             table.publish_at = (len(table.keys) + 1) * self.block_size
-        if not withdrawn:
-            return []
-        # Whoever matched one of these blocks found the first of them too, at the same index, and
-        # began lately: in the step that was not computed.
-        index = withdrawn[0]
-        block = table.blocks[index]
-        misled: list[RequestId] = []
-        for other_id, other in reversed(self._tables.items()):
-            if len(misled) == block.ref_count - 1:
-                break
-            if other is not table and other.num_matched > index and other.blocks[index] is block:
-                misled.append(other_id)
-        return misled[::-1]
 
     def seal(self, request_id: RequestId) -> None:
         """From now on publish() does nothing for this request: later tokens are of other weights.

@@ -99,6 +99,7 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         """Plan running requests and new prompts together, then compute them all, or none."""
         plan: list[Planned] = []
+        first_new = self.next_id
         for choice, num_new in choices:
             ids = [i for i in self.running if i not in {part.request_id for part in plan}]
             if ids:
@@ -106,7 +107,7 @@ class CacheMachine(RuleBasedStateMachine):
         for prompt, salt, match in prompts:
             self.plan(plan, self.begin(prompt, salt, match), len(prompt))
         if fails:
-            self.fail(plan)
+            self.fail(plan, first_new)
         else:
             self.compute(plan, sampled)
 
@@ -209,17 +210,50 @@ class CacheMachine(RuleBasedStateMachine):
                 prefix = tuple(request.tokens[: (index + 1) * size])
                 self.contents[ids[index]] = (request.version, request.salt, prefix)
 
-    def fail(self, plan: list[Planned]) -> None:
-        misled: set[int] = set()
+    def fail(self, plan: list[Planned], first_new: int) -> None:
+        """Those begun for the step go, whatever they matched; the others plan it again."""
         for part in plan:
-            named = self.manager.unpublish_from(part.request_id, part.start)
-            assert part.request_id not in named
+            self.manager.unpublish_from(part.request_id, part.start)
             request = self.running[part.request_id]
             request.published = max(part.start // self.manager.block_size, request.matched)
-            misled.update(named)
-        assert misled <= {part.request_id for part in plan}, "an older request is named"
-        for request_id in misled:
-            self.free(request_id)
+        for part in plan:
+            if part.request_id >= first_new:
+                self.free(part.request_id)
+
+    @precondition(lambda self: self.running)
+    @rule(choice=st.integers(0, 9), wanted=st.integers(0, 14))
+    def fork(self, choice: int, wanted: int) -> None:
+        """A sample of the same prompt: shares full blocks, has the rest in a block of its own."""
+        source_id = self.pick(choice)
+        source = self.running[source_id]
+        num_tokens = min(wanted, source.computed)
+        manager, size = self.manager, self.manager.block_size
+        num_full, rest = divmod(num_tokens, size)
+        free = manager.num_free_blocks
+        expected = self.expected(1) if rest else []
+        copy = manager.fork(self.next_id, source_id, num_tokens, num_tokens + 1)
+        usable = self.caching and not source.sealed and source.version == self.version
+        if not usable or num_full > source.published or (rest and not free):
+            assert copy is None and manager.num_free_blocks == free
+            return
+        assert copy is not None
+        ids, held = list(manager.block_ids(self.next_id)), list(manager.block_ids(source_id))
+        assert ids[:num_full] == held[:num_full] and len(ids) == num_full + (rest > 0)
+        if rest:
+            assert copy == (held[num_full], ids[num_full], rest) and ids[num_full] in expected[0]
+            self.contents.pop(ids[num_full], None)
+            self.cached = [i for i in self.cached if i != ids[num_full]]
+        else:
+            assert copy.num_tokens == 0
+        tokens = source.tokens[:num_tokens]
+        request = Running(
+            [*tokens, 0], self.version, source.salt, True, num_tokens, num_full, num_full
+        )
+        request.foreign = source.foreign
+        self.running[self.next_id] = request
+        queries, hits = self.stats.get(self.version, PrefixStats(0, 0))
+        self.stats[self.version] = PrefixStats(queries + num_tokens + 1, hits + num_tokens)
+        self.next_id += 1
 
     @precondition(lambda self: self.running)
     @rule(choice=st.integers(0, 9))

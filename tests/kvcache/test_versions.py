@@ -215,7 +215,7 @@ def test_failed_step_of_a_retired_request(manager: KVCacheManager[str]) -> None:
     run(manager, "old", [*PROMPT, 1])
     run(manager, "finder", [*PROMPT, 2])
     manager.advance_version(1)
-    assert manager.unpublish_from("old", 16) == ["finder"]
+    manager.unpublish_from("old", 16)
     assert manager.publish("old", [*PROMPT, 1], 49) == NEVER
     manager.free("old")
     manager.free("finder")

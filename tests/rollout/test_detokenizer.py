@@ -271,7 +271,9 @@ class Counting:
         return self.tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "invalid", "invalid fallback", "special", "straddling"])
+@pytest.mark.parametrize(
+    "kind", ["ordinary", "invalid", "invalid fallback", "special", "straddling"]
+)
 def test_the_work_for_a_token_does_not_grow(kind: str) -> None:
     """Twice the tokens decode twice the ids, whatever is in them."""
     if kind == "straddling":
