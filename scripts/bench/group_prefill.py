@@ -67,7 +67,8 @@ def main() -> None:
         for batch in args.batch:
             row = {"prompt": length, **measure(model, prompts, args.samples, batch)}
             rows.append(row)
-            print("%(prompt)6d %(batch)6d %(submitted)10d %(computed)10d   %(ratio).4f" % row)
+            counts = f"{row['submitted']:10d} {row['computed']:10d}"
+            print(f"{length:6d} {batch:6d} {counts}   {row['ratio']:.4f}")
     print(json.dumps({"bench": "group_prefill", "samples": args.samples, "rows": rows}))
 
 
