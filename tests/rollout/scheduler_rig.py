@@ -70,7 +70,7 @@ class Rig:
         while self.scheduler.has_work:
             self.step()
             steps += 1
-            assert steps < 1000, "livelock"
+            assert steps < 5000, "livelock"
         return steps
 
     def shape(self, plan: StepPlan) -> dict[int, int]:

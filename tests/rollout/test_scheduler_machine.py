@@ -47,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.versions: dict[int, list[int]] = {}
         self.slots: dict[int, tuple[tuple[int, ...], int]] = {}  # (tokens up to it, version)
 
+    @precondition(lambda self: len(self.rig.scheduler.waiting) < 12)
     @rule(
         length=st.integers(8, 20),
         kind=st.integers(0, 2),
