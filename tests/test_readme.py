@@ -37,6 +37,15 @@ def test_one_process(model_folder):
         assert scored.detach().tolist() == rollout.logprobs
 
 
+def test_streaming(model_folder, capsys):
+    """It goes on where the first example ends."""
+    names: dict[str, object] = {}
+    exec(example("one process"), names)
+    exec(example("streaming"), names)
+    assert capsys.readouterr().out.count("[") >= 2
+    assert names["engine"].get_stats()["kv_blocks_used"] == 0
+
+
 @pytest.mark.usefixtures("ray_session")
 def test_actors(model_folder):
     names: dict[str, object] = {}
