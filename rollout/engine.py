@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -151,7 +151,7 @@ class RolloutEngine:
 
     def run_batch(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Iterable[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         return_logprobs: bool = False,
@@ -183,7 +183,7 @@ class RolloutEngine:
 
     def _prompt_tasks(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Iterable[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         fields: dict[str, Any],
     ) -> list[PromptTask]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -16,7 +16,7 @@ import ray
 from rollout.remote import ActorDied, wait_for
 from rollout.request import PromptTask, Rollout, prompt_tasks
 from rollout.rollout_batch import RolloutBatch
-from rollout.sampling import SamplingParams
+from rollout.sampling import SamplingParams, merged_params
 from rollout.transport import PackedPrompts
 
 DEFAULT_TOKENS_GUESS = 256
@@ -42,17 +42,20 @@ class RolloutPool:
 
     def run_batch(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Iterable[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
     ) -> RolloutBatch:
         """Sample every prompt on some actor; rollouts in the order of the prompts, `n` of each.
+
+        params and `fields` as in `RolloutEngine.run_batch`.
 
         Groups stay together and go out longest first, one message per actor. The prompts of an
         actor that dies are computed by the others, with the same tokens. Raises `ActorDied` when
         none is left, `ActorTimeout` past the deadline.
         """
         tasks = prompt_tasks(
-            prompts, params or SamplingParams(), self._run_seed, self._next_uid
+            prompts, merged_params(params, fields), self._run_seed, self._next_uid
         )
         self._next_uid += len(tasks)
         results: list[Rollout] = []

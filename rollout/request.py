@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ class PromptTask:
 
 
 def prompt_tasks(
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     run_seed: int,
     first_uid: int,
@@ -87,6 +88,7 @@ def prompt_tasks(
     `seed=None` derives a seed from `run_seed` and the prompt's uid (`first_uid` + its place). A
     prompt that occurs twice with one seed goes on counting its samples, so none is a clone.
     """
+    prompts = list(prompts)
     if isinstance(params, SamplingParams):
         params = [params] * len(prompts)
     if len(params) != len(prompts):
@@ -96,13 +98,25 @@ def prompt_tasks(
         )
     tasks, seen = [], {}  # type: list[PromptTask], dict[tuple[int, tuple[int, ...]], int]
     for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        ids = [int(token) for token in prompt]
+        ids = _token_ids(index, prompt)
         seed = p.seed if p.seed is not None else derived_seed(run_seed, first_uid + index)
         key = (seed, tuple(ids))
         first = seen.get(key, 0)
         seen[key] = first + p.n
         tasks.append(PromptTask(index, ids, p, seed, first))
     return tasks
+
+
+def _token_ids(index: int, prompt: Sequence[int]) -> list[int]:
+    """The prompt as plain ints; TypeError for anything that would have to be guessed at."""
+    if isinstance(prompt, str):
+        raise TypeError(f"prompt {index} is text, but token ids are wanted: tokenizer.encode(text)")
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise TypeError(
+            f"prompt {index} must be a sequence of token ids (ints), got {prompt!r:.80}: {error}"
+        ) from None
 
 
 class RequestStatus(enum.Enum):

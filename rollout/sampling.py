@@ -71,7 +71,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._store_as_tuples()
+        self._store_plainly()
         _require(_is_int(self.n) and self.n >= 1, "n", self.n, "an int of at least 1")
         # Within these bounds (here and below) no edit by itself takes a logit beyond fp32.
         _require(
@@ -109,8 +109,17 @@ class SamplingParams:
             fits = k is None or (_is_int(k) and k >= 0)
             _require(fits, name, k, "None or an int of at least 0")
 
-    def _store_as_tuples(self) -> None:
+    def _store_plainly(self) -> None:
+        """Lists as tuples, and the scalars of other libraries as ints and floats."""
+        scalars: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Integral) and not isinstance(value, int):
+                scalars[field.name] = int(value)
+            elif isinstance(value, Real) and not isinstance(value, int | float):
+                scalars[field.name] = float(value)
         stored: dict[str, Any] = {
+            **scalars,
             "logit_bias": _pairs("logit_bias", self.logit_bias),
             "bad_words": _words("bad_words", self.bad_words),
             "stop": _texts("stop", self.stop),

@@ -265,6 +265,21 @@ def test_one_bad_prompt_fails_alone(model, reason):
     assert bits([first, last]) == bits(rollouts(engine, [[5, 6], [8]], max_tokens=6, seed=0))
 
 
+def test_prompts_that_are_no_token_ids_are_refused(model):
+    """Nothing is guessed: text and floats are TypeErrors by prompt; NumPy ids are ids."""
+    engine = RolloutEngine(model)
+    with pytest.raises(TypeError, match=r"prompt 1 is text.*tokenizer\.encode"):
+        engine.run_batch([[5], "w5"], max_tokens=2)
+    with pytest.raises(TypeError, match=r"prompt 0 must be a sequence of token ids.*5\.7"):
+        engine.run_batch([[5.7]], max_tokens=2)
+    with pytest.raises(TypeError, match="prompt 0 must be a sequence of token ids"):
+        engine.run_batch([5, 6], max_tokens=2)
+    assert engine.get_stats()["requests_waiting"] == 0
+    expected = engine.run_batch([[5, 6], [7, 8]], max_tokens=2, seed=0)
+    assert engine.run_batch(np.array([[5, 6], [7, 8]]), max_tokens=2, seed=0) == expected
+    assert engine.run_batch(([i, i + 1] for i in (5, 7)), max_tokens=2, seed=0) == expected
+
+
 def test_what_can_never_fit_is_rejected(model):
     """S12, S6: `kv_cache_too_small` at once; without max_tokens the cache is the context."""
     engine = RolloutEngine(model, num_kv_blocks=2)

@@ -247,3 +247,15 @@ def test_every_field_of_transformers_is_decided_on():
     theirs = set(vars(transformers.GenerationConfig()))
     assert theirs - WITHOUT_INFLUENCE - set(REFUSED) - set(MAPPED) == {"do_sample"}
     assert not WITHOUT_INFLUENCE & (set(REFUSED) | set(MAPPED))
+
+
+def test_scalars_of_other_libraries_become_plain():
+    """A length computed with NumPy is as good as an int; what is stored is plain and hashes so."""
+    given = SamplingParams(
+        n=np.int32(2), max_tokens=np.int64(3), seed=np.int64(4), temperature=np.float32(0.5)
+    )
+    assert given == SamplingParams(n=2, max_tokens=3, seed=4, temperature=0.5)
+    kinds = [type(v) for v in (given.n, given.max_tokens, given.seed, given.temperature)]
+    assert kinds == [int, int, int, float]
+    with pytest.raises(ValueError, match=r"SamplingParams\.n must be"):
+        SamplingParams(n=np.float32(2))
