@@ -268,6 +268,11 @@ class KVCacheManager(Generic[RequestId]):
             raise BlockError(f"the cache cannot be reset with {len(self._tables)} tables open")
         self.pool.reset()
 
+    def clear(self) -> None:
+        """Close all tables and forget everything, after a call that was interrupted midway."""
+        self._tables.clear()
+        self.pool.clear()
+
     def check_integrity(self) -> None:
         """BlockError naming what is inconsistent, in the pool or between the tables and it."""
         self.pool.check_integrity()

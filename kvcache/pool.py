@@ -236,6 +236,20 @@ class BlockPool:
             self._free.remove(block)
             self._free.append(block)
 
+    def clear(self) -> None:
+        """Forget everything, who holds what included; the version stays.
+
+        For whoever cannot tell any more how far an interrupted call came. Blocks handed out
+        before are no one's from now on.
+        """
+        for block in self.blocks:
+            block.reset_key()
+            block.ref_count = 0
+            block.prev_free = block.next_free = None
+        self._free = FreeBlockList(self.blocks[SCRATCH_BLOCK_ID + 1 :])
+        self._by_key.clear()
+        self._num_cached = 0
+
     def check_integrity(self) -> None:
         """BlockError naming what is inconsistent; O(number of blocks), for tests and idle times."""
         listed = list(self._free)

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from kvcache import KVCacheManager
 from kvcache.storage import KVStorage
 from rollout.fair_lock import FairLock
 from rollout.metrics import EngineMetrics
-from rollout.policy import WeightGate
+from rollout.policy import WeightGate, check_version
 from rollout.request import Request
 from rollout.runner import ModelRunner
+from rollout.sampling_rows import SampledRows
 from rollout.scheduler import Scheduler
+from rollout.step_plan import StepPlan
 
 T = TypeVar("T")
 
@@ -66,16 +69,18 @@ class EngineCore:
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests; those that admission has rejected end at once."""
         with self.lock:
-            self.raise_if_released()
-            for request in requests:
-                self.scheduler.add(request)
-                if not request.finished:
-                    self.metrics.prompt_tokens += request.num_prompt_tokens
+            self.raise_if_unusable()
+            with self._bookkeeping():
+                for request in requests:
+                    self.scheduler.add(request)
+                    if not request.finished:
+                        self.metrics.prompt_tokens += request.num_prompt_tokens
 
     def run(self, requests: list[Request]) -> None:
-        """Step until these have ended. Whatever ends it early frees all KV they hold."""
-        pending = list(requests)
+        """Queue these and step until they have ended; an exception frees all that they hold."""
+        pending, depth = list(requests), self.lock.depth
         try:
+            self.submit(requests)
             while True:
                 with self.lock:
                     while pending and pending[-1].finished:
@@ -89,6 +94,7 @@ class EngineCore:
                 if not resumed:
                     self._resumed.wait(0.1)  # a paused request may still be aborted
         except BaseException:
+            self.lock.unwind(depth)
             self.abort(requests)
             raise
 
@@ -106,38 +112,55 @@ class EngineCore:
         if not self.scheduler.has_work:
             return
         started = time.monotonic()
-        batch = self.scheduler.batch
-        with self.gate.read() as version:
-            if version != self._planned_version:
-                # Published while requests were running: their KV is of another policy.
-                self.scheduler.requeue_running()
-                self._enter_version(version)
-            plan = self.scheduler.plan(version)
-            try:
-                sampled = self._runner.execute(plan, batch)
-            except BaseException:
-                self.scheduler.abandon(plan)
-                raise
+        batch, plan, sampled = self.scheduler.batch, None, None
         try:
+            with self.gate.read() as version:
+                if version != self._planned_version:
+                    # Published while requests were running: their KV is of another policy.
+                    self.scheduler.requeue_running()
+                    self._enter_version(version)
+                plan = self.scheduler.plan(version)
+                sampled = self._runner.execute(plan, batch)
             done = self.scheduler.commit(plan, sampled, version)
-        except BaseException:  # Ctrl-C in its midst: nobody may go on from half a step
-            self.scheduler.fail(
-                self.scheduler.running,
-                "step_interrupted",
-                "the step that would have taken this request's next token was interrupted; "
-                "the tokens so far are kept",
-            )
-            self._on_progress()
+        except BaseException:
+            self._clean_up(plan, sampled)
             raise
         arrived = batch.arrived[done.first_token_rows]
         self.metrics.count_step(plan, done, arrived, time.monotonic() - started)
         self._on_progress()
 
+    def _clean_up(self, plan: StepPlan | None, sampled: SampledRows | None) -> None:
+        """After a step that raised, wherever that was: nobody goes on from half of it."""
+        running = list(self.scheduler.running)
+        with self._bookkeeping():
+            if plan is not None and sampled is None:
+                self.scheduler.abandon(plan)
+                return
+        self.scheduler.start_over()
+        if sampled is not None:  # taking the results in was interrupted: an end may be missed
+            self.scheduler.fail(
+                running,
+                "step_interrupted",
+                "the step that would have taken this request's next token was interrupted; "
+                "the tokens so far are kept",
+            )
+            self._on_progress()
+
     def abort(self, requests: Iterable[Request]) -> None:
         """End requests as `aborted`, tokens kept; those that have ended are left alone."""
         with self.lock:
-            self.scheduler.abort(requests)
+            with self._bookkeeping():
+                self.scheduler.abort(requests)
             self._on_progress()
+
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """An exception inside, Ctrl-C for one, leaves books that are right: see `start_over`."""
+        try:
+            yield
+        except BaseException:
+            self.scheduler.start_over()
+            raise
 
     def pause(self) -> None:
         """No step runs when this returns, and none will before `resume`."""
@@ -154,21 +177,34 @@ class EngineCore:
     ) -> T:
         """See `RolloutEngine.apply_weight_update`; `update` takes the target version."""
         with self.lock:
+            if version is not None and check_version(version) <= self.gate.version:
+                raise ValueError(
+                    f"policy_version {version} is not greater than the live version "
+                    f"{self.gate.version}"
+                )
+            self.raise_if_poisoned()  # before any request feels it
             self._settle(in_flight, "change the weights")
             result = self.gate.write(version, update, self._check_weights)
-            if in_flight == "keep":
-                self.scheduler.seal_running()
-            else:
-                self.scheduler.requeue_running()
+            with self._bookkeeping():
+                if in_flight == "keep":
+                    self.scheduler.seal_running()
+                else:
+                    self.scheduler.requeue_running()
             self._enter_version(self.gate.version)
             return result
+
+    def snapshot(self, fn: Callable[[int], T]) -> T:
+        """See `RolloutEngine.with_policy_snapshot`. Lock before gate, as everywhere."""
+        with self.lock, self.gate.read() as version:
+            return fn(version)
 
     def recover(self, reload: Callable[[], None] | None) -> int:
         """See `RolloutEngine.recover`."""
         with self.lock:
             version = self.gate.recover(reload)
             if version != self._planned_version:
-                self.scheduler.requeue_running()
+                with self._bookkeeping():
+                    self.scheduler.requeue_running()
                 self._enter_version(version)
             return version
 
@@ -189,6 +225,8 @@ class EngineCore:
             )
         if in_flight == "drain":
             self.raise_if_released()
+            if not self._resumed.is_set():
+                raise RuntimeError(f"cannot {purpose} by draining while paused; resume() first")
             while self.scheduler.has_work:
                 self._step()
         elif in_flight == "abort":
@@ -202,8 +240,9 @@ class EngineCore:
             if self._storage.released:
                 return
             self._settle(in_flight, "release the KV memory")
-            self.scheduler.requeue_running()
-            self.kv.reset()
+            with self._bookkeeping():
+                self.scheduler.requeue_running()
+                self.kv.reset()
             self._storage.release()
 
     def restore(self) -> None:
@@ -214,6 +253,15 @@ class EngineCore:
     @property
     def released(self) -> bool:
         return self._storage.released
+
+    def raise_if_unusable(self) -> None:
+        """`EngineReleased`, or what the gate says of weights that nothing can be computed with."""
+        self.raise_if_released()
+        self.raise_if_poisoned()
+
+    def raise_if_poisoned(self) -> None:
+        with self.gate.read():
+            pass
 
     def raise_if_released(self) -> None:
         if self._storage.released:

@@ -177,7 +177,7 @@ class RolloutEngine:
 
     def run_tasks(self, tasks: Sequence[PromptTask]) -> list[Rollout]:
         """`run_batch` for prompts whose seeds are settled (see `prompt_tasks`)."""
-        requests = self._submit(tasks)
+        requests = self._requests(tasks)
         self._core.run(requests)
         return [r.result() for r in requests]
 
@@ -193,12 +193,10 @@ class RolloutEngine:
             self._next_uid += len(tasks)
         return tasks
 
-    def _submit(self, tasks: Sequence[PromptTask]) -> list[Request]:
+    def _requests(self, tasks: Sequence[PromptTask]) -> list[Request]:
         with self._core.lock:
-            self._core.raise_if_released()
-            requests = self._admission.requests(tasks)
-            self._core.submit(requests)
-            return requests
+            self._core.raise_if_unusable()
+            return self._admission.requests(tasks)
 
     # ---------------------------------------------------------------- streaming
 
@@ -229,7 +227,8 @@ class RolloutEngine:
             fields = {"detokenize": True, **fields}
         tasks = self._prompt_tasks([prompt], params, fields)
         with self._core.lock:
-            requests = self._submit(tasks)
+            requests = self._requests(tasks)
+            self._core.submit(requests)
             task_id = self._board.open(requests, callback)
             self._board.deliver()
         self._serving.wake()
@@ -254,7 +253,7 @@ class RolloutEngine:
 
         RuntimeError if the serving loop is not started: nobody would compute it.
         """
-        if not self._serving.started:
+        if not self._serving.alive:
             raise RuntimeError("stream() needs the serving loop; call engine.start() first")
         add = functools.partial(self.add_task, prompt, params, **fields)
         async for event in stream_events(add, self.cancel_task):
@@ -295,6 +294,7 @@ class RolloutEngine:
         an older version becomes unreachable.
         """
         if version == self.policy_version and not isinstance(version, bool):
+            self._core.raise_if_poisoned()
             return version
         self.apply_weight_update(version, _nothing)
         return self.policy_version
@@ -329,9 +329,11 @@ class RolloutEngine:
         )
 
     def with_policy_snapshot(self, fn: Callable[[int], T]) -> T:
-        """Run `fn(version)` while the version cannot change; an update inside it is refused."""
-        with self._gate.read() as version:
-            return fn(version)
+        """Run `fn(version)` while the version cannot change; an update inside it is refused.
+
+        `fn` may run batches; other threads' batches and tasks wait for it.
+        """
+        return self._core.snapshot(fn)
 
     def recover(self, reload: Callable[[], None] | None = None) -> int:
         """Leave the poisoned state after `reload` has rewritten every weight; new version."""

@@ -32,12 +32,15 @@ class FairLock:
             try:
                 while self._serving != ticket:
                     self._condition.wait()
+                self._owner, self._depth = me, 1
             except BaseException:  # Ctrl-C while waiting: nobody may wait for this ticket
-                self._given_up.add(ticket)
+                if self._owner == me:
+                    self._owner, self._depth = None, 0
                 if self._serving == ticket:
                     self._serve_next()
+                else:
+                    self._given_up.add(ticket)
                 raise
-            self._owner, self._depth = me, 1
 
     def __exit__(self, *error: object) -> None:
         with self._condition:
@@ -45,6 +48,20 @@ class FairLock:
             if not self._depth:
                 self._owner = None
                 self._serve_next()
+
+    @property
+    def depth(self) -> int:
+        """How often the calling thread holds it."""
+        return self._depth if self._owner == threading.get_ident() else 0
+
+    def unwind(self, depth: int) -> None:
+        """Let go of what this thread holds beyond `depth`.
+
+        Python may raise KeyboardInterrupt between a `with` block and its `__exit__`; whoever
+        handles it does not know whether the lock was left.
+        """
+        while self.depth > depth:
+            self.__exit__()
 
     def _serve_next(self) -> None:
         self._serving += 1

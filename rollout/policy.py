@@ -151,10 +151,11 @@ class LocalGate:
             if validate is not None:
                 validate()
             self._writer = me  # holds back new readers while the present ones leave
-            while self._readers:
-                self._condition.wait()
-            self._attempted = target
         try:
+            with self._condition:
+                while self._readers:
+                    self._condition.wait()
+                self._attempted = target
             return self._run(target, update, validate)
         finally:
             with self._condition:
@@ -184,13 +185,13 @@ class LocalGate:
             if validate is not None:
                 validate()
         except BaseException as error:
+            self._poison = PoisonedWeights(
+                f"the update to policy version {target} raised {type(error).__name__}: "
+                f"{error}; the weights may be half-written. Reload them and call recover()"
+            )
             if undo is not None:
                 undo()
-            else:
-                self._poison = PoisonedWeights(
-                    f"the update to policy version {target} raised {type(error).__name__}: "
-                    f"{error}; the weights may be half-written. Reload them and call recover()"
-                )
+                self._poison = None  # only now are the old bits back
             raise
         self._version = target
         return result
@@ -200,7 +201,13 @@ class LocalGate:
 
         Without `reload` the caller vouches for the weights as they lie in memory.
         """
+        me = threading.get_ident()
         with self._condition:
+            if me in self._readers or self._writer == me:
+                raise RuntimeError(
+                    "recover() was called from inside a policy snapshot or an update of the same "
+                    "thread; call it after that returns"
+                )
             while self._writer is not None or self._readers:
                 self._condition.wait()
             if self._poison is None:

@@ -43,7 +43,8 @@ class Rollout:
     text: the decoded output, where `stop` or `detokenize` asked for it; a stop string is cut off
         unless `include_stop_str_in_output`. The tokens are never cut.
     top_logprobs: per output token the `logprobs=k` best ids and their log-probs, best first.
-    prompt_logprobs: log-prob of each prompt token after those before it, None for the first;
+    prompt_logprobs: log-prob of each prompt token after those before it, None for the first, and
+        for those that an aborted sample did not come to;
         prompt_top_logprobs: the `prompt_logprobs=k` best ids in its place.
     """
 
@@ -235,7 +236,7 @@ class Request:
             self.params.temperature or 1.0,
             None if self.detokenizer is None else self.detokenizer.text,
             self.top[: len(self.logprobs)] if self.params.logprobs else None,
-            None if scores is None else [None, *scores.logprobs[1:].tolist()],
+            None if scores is None else [None if p != p else p for p in scores.logprobs.tolist()],
             scores.top if scores is not None and self.params.prompt_logprobs else None,
         )
 
@@ -244,7 +245,8 @@ class Request:
 class PromptScores:
     """Log-probs of a prompt's tokens as the steps that compute them fill them in.
 
-    logprobs fp32 `[prompt tokens]`, the first unused; top: per token the best ids, None first.
+    logprobs fp32 `[prompt tokens]`, NaN for the first and for those not computed (yet); top: per
+    token the best ids, None in the same places.
     """
 
     logprobs: NDArray[np.float32]
@@ -252,7 +254,8 @@ class PromptScores:
 
     @staticmethod
     def empty(num_prompt_tokens: int) -> PromptScores:
-        return PromptScores(np.zeros(num_prompt_tokens, np.float32), [None] * num_prompt_tokens)
+        nothing = np.full(num_prompt_tokens, np.nan, np.float32)
+        return PromptScores(nothing, [None] * num_prompt_tokens)
 
 
 def ranked(ids: NDArray[np.int64], logprobs: NDArray[np.float32], k: int) -> dict[int, float]:

@@ -66,10 +66,10 @@ class RunningBatch:
         self.watched = np.zeros(rows, np.bool_)  # the text of every token is looked at
         self.scored = np.zeros(rows, np.bool_)  # log-probs of the prompt are asked for
         self._eos_token_ids = eos_token_ids
-        self._free = list(range(rows - 1, -1, -1))
         self._own_stop_ids: Counter[int] = Counter()
         self.stop_ids: IntColumn = np.empty(0, np.int64)  # any that may end some running request
-        self._collect_stop_ids()
+        self._free: list[int] = []
+        self.clear()
 
     def __len__(self) -> int:
         return self.max_batch_size - len(self._free)
@@ -78,8 +78,6 @@ class RunningBatch:
         """Give the request a row and write all of it but the blocks; returns the row."""
         row = self._free.pop()
         params, tokens = request.params, request.tokens
-        self.requests[row] = request
-        request.row = row
         prompt, total = request.num_prompt_tokens, len(tokens)
         self.tokens[row, :total] = tokens
         self.logprobs[row, prompt:total] = request.logprobs
@@ -103,17 +101,15 @@ class RunningBatch:
         if params.stop_token_ids:
             self._own_stop_ids.update(params.stop_token_ids)
             self._collect_stop_ids()
+        self.requests[row] = request
+        request.row = row
         return row
 
     def remove(self, request: Request) -> None:
         """Take the row back; its tokens and log-probs go to the request."""
         row = request.row
         assert row is not None
-        prompt, total = request.num_prompt_tokens, int(self.num_tokens[row])
-        request.tokens = self.tokens[row, :total].copy()
-        request.logprobs = self.logprobs[row, prompt:total].copy()
-        request.sampling_logprobs = self.sampling_logprobs[row, prompt:total].copy()
-        request.row = None
+        self._hand_back(request, row)
         self.requests[row] = None
         for column in (self.filtered, self.edited, self.watched, self.scored):
             column[row] = False
@@ -122,6 +118,25 @@ class RunningBatch:
             self._own_stop_ids.subtract(request.params.stop_token_ids)
             self._own_stop_ids += Counter()  # drops what nobody names any more
             self._collect_stop_ids()
+
+    def clear(self) -> None:
+        """Take all rows back, in whatever state an interrupted call has left this."""
+        for row, request in enumerate(self.requests):
+            if request is not None and request.row == row:
+                self._hand_back(request, row)
+        self.requests = [None] * self.max_batch_size
+        self._free = list(range(self.max_batch_size - 1, -1, -1))
+        for column in (self.filtered, self.edited, self.watched, self.scored):
+            column[:] = False
+        self._own_stop_ids.clear()
+        self._collect_stop_ids()
+
+    def _hand_back(self, request: Request, row: int) -> None:
+        prompt, total = request.num_prompt_tokens, int(self.num_tokens[row])
+        request.tokens = self.tokens[row, :total].copy()
+        request.logprobs = self.logprobs[row, prompt:total].copy()
+        request.sampling_logprobs = self.sampling_logprobs[row, prompt:total].copy()
+        request.row = None
 
     def add_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         """Append blocks to the row's table."""

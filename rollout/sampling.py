@@ -80,8 +80,8 @@ class SamplingParams:
             "temperature", self.temperature, "0 (greedy) or a number from 1e-30 to 1e30",
         )
         _between("top_p", self.top_p, 0, 1)
-        top_k = _is_int(self.top_k) and self.top_k >= -1
-        _require(top_k, "top_k", self.top_k, "0 or -1 (off) or a positive int")
+        top_k = _is_int(self.top_k) and -1 <= self.top_k < 2**31
+        _require(top_k, "top_k", self.top_k, "0 or -1 (off) or a positive int below 2**31")
         _between("min_p", self.min_p, 0, 1)
         _require(
             _is_number(self.repetition_penalty) and 1e-30 <= self.repetition_penalty <= 1e30,
@@ -106,8 +106,8 @@ class SamplingParams:
         )
         for name in ("logprobs", "prompt_logprobs"):
             k = getattr(self, name)
-            fits = k is None or (_is_int(k) and k >= 0)
-            _require(fits, name, k, "None or an int of at least 0")
+            fits = k is None or (_is_int(k) and 0 <= k < 2**31)
+            _require(fits, name, k, "None or an int in [0, 2**31)")
 
     def _store_plainly(self) -> None:
         """Lists as tuples, and the scalars of other libraries as ints and floats."""
@@ -200,6 +200,11 @@ def merged_params(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return dataclasses.replace(params, **changes)
+    if isinstance(params, Mapping) or not all(isinstance(each, SamplingParams) for each in params):
+        raise TypeError(
+            f"params must be SamplingParams, or one for each prompt, got {params!r:.80}; "
+            "SamplingParams.from_fields makes them of a mapping"
+        )
     return [dataclasses.replace(each, **changes) for each in params]
 
 

@@ -59,6 +59,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self._rows: IntColumn | None = None  # of `running`; None when that has changed
+        self._live: dict[int, Request] = {}  # all that have not ended, in order of arrival
         self.finished: Counter[str] = Counter()
         self.preemptions = 0
 
@@ -68,6 +69,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; one that admission has rejected ends here."""
+        self._live[request.request_id] = request
         if request.finish_reason is None:
             self.waiting.append(request)
         else:
@@ -228,15 +230,20 @@ class Scheduler:
                 self.batch.remove(request)
             else:
                 waited = True
-            if request.detokenizer is not None:
-                request.detokenizer.finish()
-            request.status = RequestStatus.FINISHED
-            self.finished[request.finish_reason] += 1
+            self._end(request)
         if ran:
             self.running = [r for r in self.running if not r.finished]
             self._rows = None
         if waited:
             self.waiting = deque(r for r in self.waiting if not r.finished)
+
+    def _end(self, request: Request) -> None:
+        assert request.finish_reason is not None
+        if request.detokenizer is not None:
+            request.detokenizer.finish()
+        request.status = RequestStatus.FINISHED
+        self.finished[request.finish_reason] += 1
+        self._live.pop(request.request_id, None)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End waiting or running requests as `aborted`, tokens kept; ended ones are left alone."""
@@ -258,7 +265,14 @@ class Scheduler:
             self._requeue(self.running.pop())
 
     def seal_running(self) -> None:
-        """Running requests go on with the KV they have, and never publish a block again."""
+        """Running requests go on with the KV they have, and never publish a block again.
+
+        Those that have sampled nothing yet start over: their output will be of one version.
+        """
+        fresh = [r for r in self.running if not len(self.batch.output(r)[0])]
+        self.running = [r for r in self.running if r not in fresh]
+        for request in reversed(fresh):
+            self._requeue(request)
         for request in self.running:
             request.sealed = True
             self._seal(request)
@@ -279,3 +293,18 @@ class Scheduler:
                 computed = int(self.batch.num_computed[row])
                 self._kv.unpublish_from(request.request_id, computed)
         self.requeue_running()
+
+    def start_over(self) -> None:
+        """After an exception in the midst of planning or bookkeeping, Ctrl-C for one: all KV and
+        all rows go, and what has not ended waits, in order of arrival, with the tokens it has."""
+        self.batch.clear()
+        self._kv.clear()
+        self.running, self._rows = [], None
+        for request in list(self._live.values()):
+            if request.status is RequestStatus.FINISHED:
+                del self._live[request.request_id]
+            elif request.finish_reason is not None:
+                self._end(request)
+            else:
+                request.status = RequestStatus.WAITING
+        self.waiting = deque(self._live.values())

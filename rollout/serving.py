@@ -86,8 +86,9 @@ class Serving:
         self._loop: ServingLoop | None = None
 
     @property
-    def started(self) -> bool:
-        return self._loop is not None
+    def alive(self) -> bool:
+        """Whether a loop runs that was not asked to stop."""
+        return self._loop is not None and self._loop.alive and not self._loop.stopping
 
     def wake(self) -> None:
         """There may be work for the loop, if one is started."""

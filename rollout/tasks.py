@@ -48,16 +48,26 @@ async def stream_events(
     def hand_over(event: TaskEvent) -> None:
         loop.call_soon_threadsafe(events.put_nowait, event)
 
-    task_id = await asyncio.to_thread(add_task, callback=hand_over)  # it may wait for a step
+    opened: list[int] = []
+    left = False
+
+    def add() -> None:
+        opened.append(add_task(callback=hand_over))
+        if left:
+            cancel_task(opened[0])
+
     finished = False
     try:
+        # Adding and cancelling may wait for a step: not on the thread of the event loop.
+        await asyncio.to_thread(add)
         while not finished:
             event = await events.get()
             finished = event.finished
             yield event
     finally:
-        if not finished:
-            cancel_task(task_id)
+        left = True
+        if opened and not finished:
+            loop.run_in_executor(None, cancel_task, opened[0])
 
 
 class _Task:
@@ -126,10 +136,12 @@ class TaskBoard:
             )
             try:
                 task.callback(event)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # asyncio's CancelledError and SystemExit too
                 self._fail(task, error)
 
-    def _fail(self, task: _Task, error: Exception) -> None:
+    def _fail(self, task: _Task, error: BaseException) -> None:
         """A callback raised: its task ends, and is told so once; nobody else is touched."""
         logger.warning("the callback of task %d raised", task.task_id, exc_info=error)
         if task.failed or not task.open:

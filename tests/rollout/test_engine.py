@@ -413,6 +413,42 @@ def test_a_failing_update_poisons_until_recover():
     rollouts(engine, [[5]], max_tokens=2)
 
 
+def test_poisoned_weights_refuse_every_call(model):
+    """W3: also those that would compute nothing."""
+    engine = RolloutEngine(model)
+
+    def fail() -> None:
+        raise OSError
+
+    with pytest.raises(OSError):
+        engine.apply_weight_update(None, fail)
+    for call in (
+        lambda: engine.run_batch([]),
+        lambda: engine.run_batch([[]]),
+        lambda: engine.add_task([5], callback=print),
+        lambda: engine.update_weights(0),
+        lambda: engine.apply_weight_update(None, lambda: None),
+        lambda: engine.with_policy_snapshot(lambda version: version),
+    ):
+        with pytest.raises(PoisonedWeights, match="version 1"):
+            call()
+    engine.recover()
+    assert engine.run_batch([]) == []
+
+
+def test_an_update_that_is_refused_touches_no_request(model):
+    """W2: a version that is not greater aborts nobody first."""
+    engine = RolloutEngine(model, policy_version=4)
+    engine.add_task([5], max_tokens=3, callback=lambda event: None)
+    for mode in ("abort", "drain", "recompute", "keep"):
+        with pytest.raises(ValueError, match="not greater than the live version 4"):
+            engine.apply_weight_update(3, lambda: None, in_flight=mode)
+    engine.pause()
+    with pytest.raises(RuntimeError, match=r"while paused; resume\(\) first"):
+        engine.apply_weight_update(None, lambda: None, in_flight="drain")
+    assert engine.get_stats()["requests_waiting"] == 1 and engine.policy_version == 4
+
+
 def test_a_rebound_parameter_is_found_by_name():
     """W7: before the publication."""
     model = tiny_model()
@@ -451,6 +487,26 @@ def test_snapshot_blocks_an_update(model):
     assert seen == [0] and engine.policy_version == 1
     with pytest.raises(RuntimeError, match="snapshot"):
         engine.with_policy_snapshot(lambda v: engine.apply_weight_update(None, lambda: None))
+
+
+def test_a_snapshot_may_run_batches_beside_an_update(model):
+    """W5: the update of another thread waits for the snapshot, and neither for the other."""
+    engine = RolloutEngine(model)
+    expected = engine.run_batch([[5, 6]], max_tokens=8, seed=0)
+    updater = threading.Thread(target=lambda: engine.apply_weight_update(None, lambda: None))
+    found: list[list[list[int]]] = []
+
+    def run(version: int) -> None:
+        updater.start()
+        time.sleep(0.2)  # the update is under way
+        found.append(engine.run_batch([[5, 6]], max_tokens=8, seed=0))
+        assert engine.policy_version == version == 0
+
+    snapshot = threading.Thread(target=lambda: engine.with_policy_snapshot(run), daemon=True)
+    snapshot.start()
+    snapshot.join(60)
+    updater.join(60)
+    assert found == [expected] and engine.policy_version == 1
 
 
 def mid_flight(engine: RolloutEngine, prompts: list[list[int]], in_flight: str, update):

@@ -111,3 +111,19 @@ def test_keep_labels_its_tokens_and_leaves_nothing_behind():
     warm = rollouts(engine, prompts, max_tokens=4, seed=5)
     cold = rollouts(RolloutEngine(model_of(4)), prompts, max_tokens=4, seed=5)
     assert bits(warm) == bits(cold)
+
+
+def test_keep_lets_who_has_sampled_nothing_start_over():
+    """W6: half a prompt under old weights would be labelled by its tokens' version alone."""
+    model = tiny_model()
+    engine = RolloutEngine(model, max_num_batched_tokens=8, max_batch_size=4)
+    prompt = random_prompts(1, longest=1)[0] * 17
+    heard = Listener()
+    engine.add_task(prompt, max_tokens=6, seed=0, ignore_eos=True, callback=heard)
+    engine._core.step()
+    engine.apply_weight_update(None, lambda: perturb(model, 1), in_flight="keep")
+    while engine._core.step():
+        engine.check_integrity()
+    rollout = heard.events[-1].rollout
+    assert rollout is not None and [s.version for s in rollout.version_spans] == [1]
+    assert scored(model_of(1), rollout, 0, 6) == rollout.logprobs

@@ -139,3 +139,56 @@ def test_from_inside_is_refused():
 
 def _raise(target: int) -> None:
     raise OSError("disk")
+
+
+def test_an_undo_that_fails_leaves_poison():
+    """W3: half-written weights are never served, not even when putting them back fails."""
+
+    def undo() -> None:
+        raise OSError("undo")
+
+    gate = LocalGate(take_undo=lambda: undo)
+
+    def fail(version: int) -> None:
+        raise ValueError("update")
+
+    with pytest.raises(OSError, match="undo"):
+        gate.write(None, fail)
+    with pytest.raises(PoisonedWeights, match="version 1"), gate.read():
+        pass
+
+
+def test_recover_from_inside_is_refused():
+    gate = LocalGate()
+    with gate.read(), pytest.raises(RuntimeError, match="inside a policy snapshot"):
+        gate.recover()
+    gate.write(None, lambda version: None)
+
+
+def test_an_interrupted_wait_for_readers_lets_the_next_in(monkeypatch):
+    """Ctrl-C while an update waits for a reader to leave: nobody waits for that update."""
+    gate = LocalGate()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with gate.read():
+            entered.set()
+            leave.wait(60)
+
+    reader = threading.Thread(target=hold)
+    reader.start()
+    assert entered.wait(60)
+
+    def interrupted(timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gate._condition, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            gate.write(None, lambda version: None)
+    with gate.read() as version:
+        assert version == 0
+    leave.set()
+    reader.join(60)
+    gate.write(None, lambda version: None)
+    assert gate.version == 1

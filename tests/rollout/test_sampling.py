@@ -259,3 +259,15 @@ def test_scalars_of_other_libraries_become_plain():
     assert kinds == [int, int, int, float]
     with pytest.raises(ValueError, match=r"SamplingParams\.n must be"):
         SamplingParams(n=np.float32(2))
+
+
+@pytest.mark.parametrize("field", ["top_k", "logprobs", "prompt_logprobs"])
+def test_counts_that_no_column_can_hold_are_refused(field):
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{field}"):
+        SamplingParams(**{field: 2**63})
+
+
+def test_params_of_the_wrong_kind_are_named():
+    for wrong in ({"max_tokens": 3}, [None], [SamplingParams(), {"n": 2}]):
+        with pytest.raises(TypeError, match="params must be SamplingParams"):
+            merged_params(wrong, {})

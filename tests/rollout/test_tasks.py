@@ -183,6 +183,78 @@ def test_a_callback_may_use_the_engine(engine):
     assert len(second.tokens()) == 3
 
 
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+def test_no_exception_of_a_callback_ends_the_loop(engine, error):
+    """S13: not even those that are no `Exception`."""
+    told: list[TaskEvent] = []
+
+    def raising(event: TaskEvent) -> None:
+        told.append(event)
+        raise error
+
+    engine.add_task([5], max_tokens=5, seed=0, ignore_eos=True, callback=raising)
+    other = Listener()
+    engine.add_task([6], max_tokens=5, seed=0, ignore_eos=True, callback=other)
+    assert other.done.wait(60) and told[-1].finished
+    assert told[-1].rollout is not None and told[-1].rollout.error_reason == "callback_failed"
+
+
+def test_a_stream_cancelled_while_it_is_added(model):
+    """Nobody is left to hear it, so nobody computes it."""
+    engine = RolloutEngine(model)
+    engine.start()
+    engine.pause()
+
+    async def cancelled() -> None:
+        async def consume() -> None:
+            async for _ in engine.stream([5], max_tokens=200, ignore_eos=True):
+                pass
+
+        with engine._core.lock:  # so that adding waits
+            task = asyncio.ensure_future(consume())
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(cancelled())
+    engine.resume()
+    assert engine.stop(drain=True)
+    assert engine.get_stats()["requests_finished"] == {"aborted": 1}
+
+
+def test_a_stream_needs_a_loop_that_goes_on(model):
+    engine = RolloutEngine(model)
+    engine.start()
+    stopped = threading.Event()
+
+    def stopping(event: TaskEvent) -> None:
+        engine.stop()
+        stopped.set()
+
+    engine.add_task([5], max_tokens=2, seed=0, callback=stopping)
+    assert stopped.wait(60)
+
+    async def stream() -> None:
+        async for _ in engine.stream([5]):
+            pass
+
+    with pytest.raises(RuntimeError, match=r"call engine\.start\(\) first"):
+        asyncio.run(stream())
+    assert engine.stop()
+
+
+def test_scores_of_a_prompt_that_was_not_computed_are_not_invented(model):
+    """An aborted task tells the log-probs it has: none before its first step."""
+    engine = RolloutEngine(model)
+    heard = Listener()
+    task = engine.add_task([5, 6, 7], max_tokens=3, prompt_logprobs=1, callback=heard)
+    engine.cancel_task(task)
+    rollout = heard.events[-1].rollout
+    assert rollout is not None
+    assert rollout.prompt_logprobs == rollout.prompt_top_logprobs == [None, None, None]
+
+
 def test_tasks_wait_for_the_loop(model):
     engine = RolloutEngine(model)
     heard = Listener()
