@@ -87,7 +87,8 @@ class AttentionMetadata:
     def slots(self, sequences: IntArray, start: int, stop: int) -> IntArray:
         """Slots of positions [start, stop) of the named sequences `[n, stop - start]`.
 
-        Past a sequence's end some finite slot. `sequences` may name one several times.
+        Past a sequence's end it is slot 0: what other slots hold there is of nobody's any more, and
+        a NaN in it would come through a weight of zero. `sequences` may name one several times.
         """
         size = self.block_size
         rows = sequences if self.table_rows is None else self.table_rows[sequences]
@@ -95,10 +96,12 @@ class AttentionMetadata:
         blocks = self.block_table[rows, first : min(last, self.block_table.shape[1])]
         if blocks.shape[1] < last - first:
             blocks = np.pad(blocks, ((0, 0), (0, last - first - blocks.shape[1])))
-        if size == 1:
-            return blocks
         slots = (blocks * size)[:, :, None] + np.arange(size)
-        return slots.reshape(len(rows), -1)[:, start - first * size : stop - first * size]
+        slots = slots.reshape(len(rows), -1)[:, start - first * size : stop - first * size]
+        ends = self.seq_lens[sequences]
+        if stop > ends.min(initial=stop):
+            slots = np.where(np.arange(start, stop) < ends[:, None], slots, 0)
+        return slots
 
     @property
     def slot_mapping(self) -> IntArray:

@@ -19,7 +19,7 @@ from kvcache import KVCacheManager
 from kvcache.storage import KVStorage
 from rollout.fair_lock import FairLock
 from rollout.metrics import EngineMetrics
-from rollout.policy import WeightGate, check_version
+from rollout.policy import WeightGate
 from rollout.request import Request
 from rollout.runner import ModelRunner
 from rollout.sampling_rows import SampledRows
@@ -36,7 +36,7 @@ class EngineReleased(RuntimeError):
 
 
 class EngineCore:
-    """Thread-safe. `on_progress` is called under the lock after anything a request may have felt.
+    """Thread-safe. `on_progress` is called under the lock with requests that may have felt it.
 
     Waiting threads are served in order of arrival, so a publication waits one step at most.
     """
@@ -49,7 +49,7 @@ class EngineCore:
         storage: KVStorage,
         gate: WeightGate,
         check_weights: Callable[[], None],
-        on_progress: Callable[[], None],
+        on_progress: Callable[[Iterable[Request]], None],
     ) -> None:
         self.lock = FairLock()  # guards everything below
         self.scheduler = scheduler
@@ -127,7 +127,7 @@ class EngineCore:
             raise
         arrived = batch.arrived[done.first_token_rows]
         self.metrics.count_step(plan, done, arrived, time.monotonic() - started)
-        self._on_progress()
+        self._on_progress([*self.scheduler.running, *done.ended])
 
     def _clean_up(self, plan: StepPlan | None, sampled: SampledRows | None) -> None:
         """After a step that raised, wherever that was: nobody goes on from half of it."""
@@ -144,14 +144,22 @@ class EngineCore:
                 "the step that would have taken this request's next token was interrupted; "
                 "the tokens so far are kept",
             )
-            self._on_progress()
+            self._on_progress(running)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End requests as `aborted`, tokens kept; those that have ended are left alone."""
+        requests = list(requests)
         with self.lock:
             with self._bookkeeping():
                 self.scheduler.abort(requests)
-            self._on_progress()
+            self._on_progress(requests)
+
+    def fail(self, requests: list[Request], reason: str, message: str) -> None:
+        """End requests as `error`, tokens kept; those that have ended are left alone."""
+        with self.lock:
+            with self._bookkeeping():
+                self.scheduler.fail(requests, reason, message)
+            self._on_progress(requests)
 
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
@@ -177,12 +185,8 @@ class EngineCore:
     ) -> T:
         """See `RolloutEngine.apply_weight_update`; `update` takes the target version."""
         with self.lock:
-            if version is not None and check_version(version) <= self.gate.version:
-                raise ValueError(
-                    f"policy_version {version} is not greater than the live version "
-                    f"{self.gate.version}"
-                )
-            self.raise_if_poisoned()  # before any request feels it
+            self.gate.check_write(version)  # before any request feels it
+            self._check_weights()
             self._settle(in_flight, "change the weights")
             result = self.gate.write(version, update, self._check_weights)
             with self._bookkeeping():

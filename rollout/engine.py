@@ -187,7 +187,7 @@ class RolloutEngine:
         params: SamplingParams | Sequence[SamplingParams] | None,
         fields: dict[str, Any],
     ) -> list[PromptTask]:
-        settled = merged_params(params, fields)
+        settled, prompts = merged_params(params, fields), list(prompts)
         with self._core.lock:
             tasks = prompt_tasks(prompts, settled, self._run_seed, self._next_uid)
             self._next_uid += len(tasks)
@@ -230,7 +230,7 @@ class RolloutEngine:
             requests = self._requests(tasks)
             self._core.submit(requests)
             task_id = self._board.open(requests, callback)
-            self._board.deliver()
+            self._board.deliver(requests)
         self._serving.wake()
         return task_id
 
@@ -331,7 +331,8 @@ class RolloutEngine:
     def with_policy_snapshot(self, fn: Callable[[int], T]) -> T:
         """Run `fn(version)` while the version cannot change; an update inside it is refused.
 
-        `fn` may run batches; other threads' batches and tasks wait for it.
+        `fn` may run batches; those of other threads, and tasks, wait for it, so it must not wait
+        for them.
         """
         return self._core.snapshot(fn)
 

@@ -73,6 +73,9 @@ class WeightGate(Protocol):
         counts as a failure of the update. Returns what `update` returned.
         """
 
+    def check_write(self, version: int | None) -> None:
+        """Raise what `write` would raise before it touches anything; changes nothing."""
+
     def recover(self, reload: Callable[[], None] | None = None) -> int:
         """Leave the poisoned or torn state: `reload` rewrites every weight. Returns the version."""
 
@@ -100,10 +103,11 @@ class LocalGate:
         self._version = check_version(policy_version)
         self._attempted = self._version
         self._take_undo = take_undo
-        self._condition = threading.Condition()
+        self._mutex = threading.Lock()  # `with` on it is atomic, on a Condition it is not
+        self._condition = threading.Condition(self._mutex)
         self._readers: dict[int, int] = {}  # thread id -> depth
         self._writer: int | None = None
-        self._poison: PoisonedWeights | None = None
+        self._poison: str | None = None
 
     @property
     def version(self) -> int:
@@ -112,20 +116,20 @@ class LocalGate:
     @contextmanager
     def read(self) -> Iterator[int]:
         me = threading.get_ident()
-        with self._condition:
-            if self._writer == me:
-                raise RuntimeError("the engine cannot run a step from inside an update")
-            while self._writer is not None and me not in self._readers:
-                self._condition.wait()
-            self._raise_if_poisoned()
-            self._readers[me] = self._readers.get(me, 0) + 1
-            version = self._version
+        depth = self._readers.get(me, 0)
         try:
-            yield version
-        finally:
-            with self._condition:
-                self._readers[me] -= 1
-                if not self._readers[me]:
+            with self._mutex:
+                if self._writer == me:
+                    raise RuntimeError("the engine cannot run a step from inside an update")
+                while self._writer is not None and not depth:
+                    self._condition.wait()
+                self._raise_if_poisoned()
+                self._readers[me] = depth + 1
+            yield self._version
+        finally:  # back to what it was, wherever it was interrupted
+            with self._mutex:
+                self._readers[me] = depth
+                if not depth:
                     del self._readers[me]
                 self._condition.notify_all()
 
@@ -135,15 +139,9 @@ class LocalGate:
         update: Callable[[int], T],
         validate: Callable[[], None] | None = None,
     ) -> T:
-        if version is not None:
-            check_version(version)
         me = threading.get_ident()
-        with self._condition:
-            if me in self._readers or self._writer == me:
-                raise RuntimeError(
-                    "apply_weight_update was called from inside a policy snapshot or another "
-                    "update of the same thread; call it after that returns"
-                )
+        self.check_write(version)
+        with self._mutex:
             while self._writer is not None:
                 self._condition.wait()
             self._raise_if_poisoned()
@@ -152,15 +150,27 @@ class LocalGate:
                 validate()
             self._writer = me  # holds back new readers while the present ones leave
         try:
-            with self._condition:
+            with self._mutex:
                 while self._readers:
                     self._condition.wait()
                 self._attempted = target
             return self._run(target, update, validate)
         finally:
-            with self._condition:
+            with self._mutex:
                 self._writer = None
                 self._condition.notify_all()
+
+    def check_write(self, version: int | None) -> None:
+        if version is not None:
+            check_version(version)
+        me = threading.get_ident()
+        if me in self._readers or self._writer == me:
+            raise RuntimeError(
+                "apply_weight_update was called from inside a policy snapshot or another "
+                "update of the same thread; call it after that returns"
+            )
+        self._raise_if_poisoned()
+        self._target(version)
 
     def _target(self, version: int | None) -> int:
         if version is None:
@@ -185,7 +195,7 @@ class LocalGate:
             if validate is not None:
                 validate()
         except BaseException as error:
-            self._poison = PoisonedWeights(
+            self._poison = (
                 f"the update to policy version {target} raised {type(error).__name__}: "
                 f"{error}; the weights may be half-written. Reload them and call recover()"
             )
@@ -202,7 +212,7 @@ class LocalGate:
         Without `reload` the caller vouches for the weights as they lie in memory.
         """
         me = threading.get_ident()
-        with self._condition:
+        with self._mutex:
             if me in self._readers or self._writer == me:
                 raise RuntimeError(
                     "recover() was called from inside a policy snapshot or an update of the same "
@@ -221,4 +231,4 @@ class LocalGate:
 
     def _raise_if_poisoned(self) -> None:
         if self._poison is not None:
-            raise self._poison
+            raise PoisonedWeights(self._poison)  # a new one: each grows its own traceback

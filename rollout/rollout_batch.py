@@ -157,6 +157,11 @@ class RolloutBatch:
         return RolloutBatch.from_rollouts(rollouts)
 
 
+def _int32_ids(prompt: Sequence[int]) -> list[int]:
+    """Ids that int32 cannot hold become -1: in no vocabulary either, their prompt was rejected."""
+    return [token if 0 <= token < 2**31 else -1 for token in prompt]
+
+
 def _build(groups: Sequence[int], rollouts: Sequence[Rollout]) -> RolloutBatch:
     """Rollouts with the same group number and the same prompt share one copy of it."""
     number: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -170,7 +175,7 @@ def _build(groups: Sequence[int], rollouts: Sequence[Rollout]) -> RolloutBatch:
         prompt_index.append(number[key])
     spans = [span for r in rollouts for span in r.version_spans]
     return RolloutBatch(
-        _flat(prompts, np.int32),  # type: ignore[arg-type]
+        _flat([_int32_ids(p) for p in prompts], np.int32),  # type: ignore[arg-type]
         _offsets([len(p) for p in prompts]),
         np.array(prompt_index, dtype=np.int32),
         np.array([r.sample_index for r in rollouts], dtype=np.int32),

@@ -73,7 +73,7 @@ class Scheduler:
         if request.finish_reason is None:
             self.waiting.append(request)
         else:
-            self._finish_all([request])
+            self._end(request)
 
     # ---------------------------------------------------------------- planning
 
@@ -269,10 +269,12 @@ class Scheduler:
 
         Those that have sampled nothing yet start over: their output will be of one version.
         """
-        fresh = [r for r in self.running if not len(self.batch.output(r)[0])]
-        self.running = [r for r in self.running if r not in fresh]
-        for request in reversed(fresh):
-            self._requeue(request)
+        running, self.running = self.running, []
+        for request in reversed(running):
+            if len(self.batch.output(request)[0]):
+                self.running.insert(0, request)
+            else:
+                self._requeue(request)
         for request in self.running:
             request.sealed = True
             self._seal(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 
@@ -15,7 +16,8 @@ class ServingLoop:
     """One thread of one engine; started once, never restarted.
 
     A step that raises ends the open tasks with `step_failed`; the loop goes on and serves what
-    comes next. Batches in the same queue get the exception from their own steps.
+    comes next. Batches in the same queue get the exception from their own steps. When it is
+    stopped, it ends the tasks that are left as its last act.
     """
 
     def __init__(self, core: EngineCore, board: TaskBoard) -> None:
@@ -25,6 +27,7 @@ class ServingLoop:
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="rollout-serving", daemon=True)
+        atexit.register(self._at_exit)
         self._thread.start()
 
     @property
@@ -55,6 +58,19 @@ class ServingLoop:
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
+        try:
+            self._step_until_stopped()
+        finally:
+            with self._core.lock:
+                self._core.abort(self._board.requests())
+            atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        """The interpreter must not be torn down under a step that computes."""
+        self.ask_to_stop(drain=False)
+        self.join(60.0)
+
+    def _step_until_stopped(self) -> None:
         while not self._stop.is_set():
             try:
                 stepped = self._core.step()
@@ -71,10 +87,9 @@ class ServingLoop:
 
     def _fail_tasks(self, error: Exception) -> None:
         with self._core.lock:
-            self._core.scheduler.fail(
+            self._core.fail(
                 self._board.requests(), "step_failed", f"{type(error).__name__}: {error}"
             )
-            self._board.deliver()
 
 
 class Serving:
@@ -115,10 +130,4 @@ class Serving:
         if loop is None:
             return True
         loop.ask_to_stop(drain)
-        if loop.is_current or not loop.join(timeout_s):
-            return False
-        with self._core.lock:
-            if self._loop is loop:  # else another was started since: its tasks are not ours
-                self._loop = None
-                self._core.abort(self._board.requests())
-        return True
+        return not loop.is_current and loop.join(timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from rollout.request import Request, Rollout
@@ -77,8 +77,8 @@ class _Task:
         self.task_id = task_id
         self.requests = requests
         self.callback = callback
-        self.sent = [0] * len(requests)
-        self.open = set(range(len(requests)))
+        self.sent = {request.request_id: 0 for request in requests}
+        self.open = {request.request_id for request in requests}
         self.failed = False
 
 
@@ -86,19 +86,21 @@ class TaskBoard:
     """The open tasks of one engine. Every call is made under the engine's lock.
 
     Callbacks run on the thread that made the progress, so one that blocks holds up the engine. It
-    may call the engine: what was sent is noted before it is told.
+    may call the engine: what is sent is noted before it is told.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._tasks: dict[int, _Task] = {}
+        self._task_of: dict[int, _Task] = {}  # by request id, while the sample is open
         self._ids = itertools.count()
 
     def open(self, requests: list[Request], callback: Callback) -> int:
-        """Register a task; its id. Events start with the next `deliver`."""
-        task_id = next(self._ids)
-        self._tasks[task_id] = _Task(task_id, requests, callback)
-        return task_id
+        """Register a task; its id. Events start with the next `deliver` of its requests."""
+        task = _Task(next(self._ids), requests, callback)
+        self._tasks[task.task_id] = task
+        self._task_of.update((request.request_id, task) for request in requests)
+        return task.task_id
 
     def requests(self, task_id: int | None = None) -> list[Request]:
         """Of one task, none if it has ended or never was; of all open tasks for None."""
@@ -106,40 +108,45 @@ class TaskBoard:
             return self._tasks[task_id].requests if task_id in self._tasks else []
         return [request for task in self._tasks.values() for request in task.requests]
 
-    def deliver(self) -> None:
-        """Tell every open task what is new."""
-        for task in list(self._tasks.values()):
-            self._deliver(task)
+    def deliver(self, requests: Iterable[Request]) -> None:
+        """Tell the tasks of these requests what is new; requests of no task are passed over."""
+        if not self._task_of:
+            return
+        for request in requests:
+            task = self._task_of.get(request.request_id)
+            if task is not None:
+                self._deliver(task, request)
 
-    def _deliver(self, task: _Task) -> None:
-        for index in sorted(task.open):
-            request = task.requests[index]
-            tokens, logprobs = self._scheduler.batch.output(request)
-            start = task.sent[index]
-            if index not in task.open or (len(tokens) == start and not request.finished):
-                continue
-            task.sent[index] = len(tokens)
-            if request.finished:
-                task.open.discard(index)
-            finished = not task.open
-            if finished:
-                del self._tasks[task.task_id]
-            text = request.detokenizer
-            event = TaskEvent(
-                task.task_id,
-                request.sample_index,
-                tokens[start:].tolist(),
-                logprobs[start:].tolist(),
-                None if text is None else text.take_delta(),
-                request.result() if request.finished else None,
-                finished,
-            )
-            try:
-                task.callback(event)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # asyncio's CancelledError and SystemExit too
-                self._fail(task, error)
+    def _deliver(self, task: _Task, request: Request) -> None:
+        request_id = request.request_id
+        tokens, logprobs = self._scheduler.batch.output(request)
+        start = task.sent[request_id]
+        if len(tokens) == start and not request.finished:
+            return
+        ended = request.finished
+        finished = ended and len(task.open) == 1
+        text = request.detokenizer
+        event = TaskEvent(
+            task.task_id,
+            request.sample_index,
+            tokens[start:].tolist(),
+            logprobs[start:].tolist(),
+            None if text is None else text.take_delta(),
+            request.result() if ended else None,
+            finished,
+        )
+        task.sent[request_id] = len(tokens)
+        if ended:
+            task.open.discard(request_id)
+            self._task_of.pop(request_id, None)
+        if finished:
+            self._tasks.pop(task.task_id, None)
+        try:
+            task.callback(event)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # asyncio's CancelledError and SystemExit too
+            self._fail(task, error)
 
     def _fail(self, task: _Task, error: BaseException) -> None:
         """A callback raised: its task ends, and is told so once; nobody else is touched."""
@@ -152,4 +159,4 @@ class TaskBoard:
             "callback_failed",
             f"the callback of task {task.task_id} raised {type(error).__name__}: {error}",
         )
-        self._deliver(task)
+        self.deliver(task.requests)

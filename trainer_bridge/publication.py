@@ -206,6 +206,17 @@ class SharedGate:
             finally:
                 self._leave()
 
+    def check_write(self, version: int | None) -> None:
+        """Raise what `write` would raise before it touches anything; changes nothing."""
+        if version is not None:
+            check_version(version)
+        self._require_writer()
+        self._require_epoch()
+        if self.page.state in (State.INIT, State.POISONED):
+            self.page.require_stable()
+        self._target(version)
+        self._require_bound()
+
     def close(self, unlink: bool = False) -> None:
         """Gives up the gate, not the arena. No step or update may be in flight here."""
         self._lock.close()

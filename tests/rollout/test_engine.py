@@ -304,6 +304,23 @@ def test_non_finite_logits_end_one_request_by_name():
     assert clean.token_ids
 
 
+def test_kv_that_is_not_finite_stays_with_its_request():
+    """L9, L5, W1: blocks of a request that ended so are reused; what lies past a sequence's end in
+    them reaches nobody, neither under these weights nor under the next."""
+    model = tiny_model(tie_word_embeddings=False)
+    embedding = model.model.embed_tokens.weight.data
+    params = {"max_tokens": 8, "seed": 0, "allowed_token_ids": list(range(2, 70))}
+    clean = bits(rollouts(RolloutEngine(model), [[5, 6], [8] * 20], **params))
+    row = embedding[77].clone()
+    embedding[77].fill_(np.nan)
+    engine = RolloutEngine(model, max_batch_size=1)
+    (bad,) = rollouts(engine, [[77] * 40], **params)
+    assert bad.error_reason == "non_finite_logits"
+    assert bits(rollouts(engine, [[5, 6], [8] * 20], **params)) == clean
+    engine.apply_weight_update(None, lambda: embedding[77].copy_(row))
+    assert bits(rollouts(engine, [[5, 6], [8] * 20], **params)) == clean
+
+
 def test_an_exception_frees_everything(model, monkeypatch):
     """K21, S8: a failed step leaves no block held or findable and a usable engine."""
     engine = RolloutEngine(model)

@@ -66,7 +66,7 @@ def test_an_interrupted_waiter_blocks_nobody(monkeypatch):
 
     with lock:
         with monkeypatch.context() as patch:
-            patch.setattr(lock._condition, "wait", interrupted)
+            patch.setattr(lock._changed, "wait", interrupted)
             waiter = threading.Thread(target=wait_and_be_interrupted)
             waiter.start()
             waiter.join(10)

@@ -192,3 +192,33 @@ def test_an_interrupted_wait_for_readers_lets_the_next_in(monkeypatch):
     reader.join(60)
     gate.write(None, lambda version: None)
     assert gate.version == 1
+
+
+def test_every_refusal_is_an_exception_of_its_own():
+    """W10: one object raised again and again would keep every caller's frames alive."""
+    gate = LocalGate()
+
+    def fail(version: int) -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        gate.write(None, fail)
+    seen = []
+    for _ in range(2):
+        with pytest.raises(PoisonedWeights) as caught, gate.read():
+            pass
+        seen.append(caught.value)
+    assert seen[0] is not seen[1]
+
+
+def test_check_write_raises_what_write_would():
+    """And changes nothing: whoever asks first need not have ended anything for an update."""
+    gate = LocalGate(policy_version=3)
+    gate.check_write(None)
+    gate.check_write(4)
+    for bad in (3, -1, True):
+        with pytest.raises(ValueError):
+            gate.check_write(bad)
+    with gate.read(), pytest.raises(RuntimeError, match="inside a policy snapshot"):
+        gate.check_write(None)
+    assert gate.version == 3

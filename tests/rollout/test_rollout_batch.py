@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout import Rollout, RolloutBatch, SamplingParams, VersionSpan
+from rollout import Rollout, RolloutBatch, RolloutEngine, SamplingParams, VersionSpan
 from rollout.request import PromptTask, prompt_tasks
 from rollout.transport import PackedPrompts
+from tests.models import tiny_model
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 
@@ -79,3 +80,13 @@ def test_ids_beyond_int32_arrive_as_ids_outside_any_vocabulary():
 def test_one_params_per_prompt_or_one_for_all():
     with pytest.raises(ValueError, match="2 SamplingParams for 3 prompts"):
         prompt_tasks([[1], [2], [3]], [SamplingParams()] * 2, 0, 0)
+
+
+def test_a_rejected_id_that_int32_cannot_hold_spoils_nothing():
+    """R6: its prompt is packed beside the others, the id as -1."""
+    engine = RolloutEngine(tiny_model())
+    found = engine.run_batch([[5, 2**40], [5, 6]], max_tokens=3, seed=0, return_details=True)
+    batch = RolloutBatch.from_rollouts(found)
+    assert batch[0].prompt_token_ids == [5, -1]
+    assert batch[0].error_reason == "token_out_of_vocabulary"
+    assert batch[1] == found[1]

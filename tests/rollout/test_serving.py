@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -245,3 +248,35 @@ def test_a_released_engine_does_not_start(model):
     engine.release()
     with pytest.raises(EngineReleased, match=r"restore\(\)"):
         engine.start()
+
+
+def test_a_loop_that_was_not_waited_for_ends_its_tasks(model, monkeypatch):
+    """After stop() said False the tasks still get their last event, with nobody asking again."""
+    engine = RolloutEngine(model)
+    slow = SlowForward(monkeypatch, model)
+    engine.start()
+    heard = Listener()
+    engine.add_task([5, 6], max_tokens=50, seed=0, ignore_eos=True, callback=heard)
+    assert slow.begun.wait(60)
+    assert engine.stop(timeout_s=0.0) is False
+    slow.go.set()
+    assert heard.done.wait(60)
+    rollout = heard.events[-1].rollout
+    assert rollout is not None and rollout.finish_reason == "aborted"
+
+
+def test_a_process_may_end_while_the_loop_computes():
+    """Exit code 0, not a crash of the interpreter under a running step."""
+    script = (
+        "from rollout import RolloutEngine\n"
+        "from tests.models import tiny_model\n"
+        "engine = RolloutEngine(tiny_model())\n"
+        "engine.start()\n"
+        "engine.add_task([5], n=8, max_tokens=250, ignore_eos=True, callback=lambda e: None)\n"
+    )
+    root = Path(__file__).parents[2]
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120
+        )
+        assert ended.returncode == 0, ended.stderr
