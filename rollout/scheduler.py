@@ -204,12 +204,15 @@ class Scheduler:
         return self._rows
 
     def _requeue(self, request: Request) -> None:
-        """Drop the KV of a request taken from `running`; it waits at the head."""
+        """Drop the KV of a request taken from `running`; it waits before all that came later."""
         self._kv.free(request.request_id)
         self.batch.remove(request)
         self._rows = None
         request.status = RequestStatus.WAITING
-        self.waiting.appendleft(request)
+        place = 0  # the head, unless `keep` let a younger one run on
+        while place < len(self.waiting) and self.waiting[place].request_id < request.request_id:
+            place += 1
+        self.waiting.insert(place, request)
 
     # ---------------------------------------------------------------- results
 

@@ -294,3 +294,16 @@ def test_limits_are_checked():
         Scheduler(kv, RunningBatch(4, 60, BLOCK, EOS), 3, EOS)
     with pytest.raises(ValueError, match="long_prefill_token_threshold"):
         Scheduler(kv, RunningBatch(4, 60, BLOCK, EOS), 4, EOS, -1)
+
+
+def test_the_queue_stays_in_order_of_arrival():
+    """S3: under `keep` an older request starts over while a younger one runs on; preempted later,
+    the younger one does not come before it."""
+    rig = Rig(batch=3, chunk=4)
+    older, younger, last = rig.add([2] * 9), rig.add([3, 4]), rig.add([5, 6])
+    rig.step()
+    rig.scheduler.seal_running()
+    assert list(rig.scheduler.waiting) == [older]
+    assert rig.scheduler.running == [younger, last]
+    rig.scheduler.requeue_running()
+    assert list(rig.scheduler.waiting) == [older, younger, last]
