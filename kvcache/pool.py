@@ -228,13 +228,7 @@ class BlockPool:
         """
         if self.num_used:
             raise BlockError(f"the pool cannot be reset while {self.num_used} blocks are held")
-        for block in self._by_key.values():
-            block.reset_key()
-        self._by_key.clear()
-        self._num_cached = 0
-        for block in self.blocks[SCRATCH_BLOCK_ID + 1 :]:
-            self._free.remove(block)
-            self._free.append(block)
+        self.clear()
 
     def clear(self) -> None:
         """Forget everything, who holds what included; the version stays.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attention import AttentionMetadata
 from rollout.running import RunningBatch
@@ -75,12 +74,7 @@ class StepInputs:
 def _sampling_rows(rows: IntColumn, batch: RunningBatch) -> SamplingRows:
     filters = None
     if batch.filtered[rows].any():
-        on: NDArray[np.bool_] = batch.filtered[rows]
-        filters = Filters(
-            np.where(on, batch.top_p[rows], 1.0),
-            np.where(on, batch.top_k[rows], 0),
-            np.where(on, batch.min_p[rows], 0.0),
-        )
+        filters = Filters(batch.top_p[rows], batch.top_k[rows], batch.min_p[rows])
     edited = []
     for index in np.flatnonzero(batch.edited[rows]).tolist():
         row = int(rows[index])

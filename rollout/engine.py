@@ -195,7 +195,6 @@ class RolloutEngine:
 
     def _requests(self, tasks: Sequence[PromptTask]) -> list[Request]:
         with self._core.lock:
-            self._core.raise_if_unusable()
             return self._admission.requests(tasks)
 
     # ---------------------------------------------------------------- streaming

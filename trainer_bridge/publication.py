@@ -211,11 +211,14 @@ class SharedGate:
         if version is not None:
             check_version(version)
         self._require_writer()
+        self._require_possible(version)
+        self._require_bound()
+
+    def _require_possible(self, version: int | None) -> None:
         self._require_epoch()
         if self.page.state in (State.INIT, State.POISONED):
             self.page.require_stable()
         self._target(version)
-        self._require_bound()
 
     def close(self, unlink: bool = False) -> None:
         """Gives up the gate, not the arena. No step or update may be in flight here."""
@@ -230,10 +233,7 @@ class SharedGate:
         validate: Callable[[], None] | None,
     ) -> T:
         expected = self.page.mark()
-        self._require_epoch()
-        if self.page.state in (State.INIT, State.POISONED):
-            self.page.require_stable()
-        self._target(version)
+        self._require_possible(version)
         if validate is not None:
             validate()
         self._require_bound()

@@ -1,34 +1,12 @@
 """What a caller needs who keeps block tables as rows of an array and asks at block borders only."""
 
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from kvcache import NEVER, BlockPool, KVCacheManager, PrefixStats, block_keys, root_key
-
-PROMPT = list(range(100, 148))  # three blocks of 16
-
-
-@pytest.fixture
-def manager() -> Iterator[KVCacheManager[str]]:
-    manager: KVCacheManager[str] = KVCacheManager(BlockPool(num_blocks=21), block_size=16)
-    yield manager
-    manager.check_integrity()
-
-
-def run(manager: KVCacheManager[str], request_id: str, token_ids: list[int]) -> int:
-    """Begin a request and compute all its tokens; the number of cached tokens."""
-    num_cached = manager.begin(request_id, token_ids, 0)
-    assert manager.grow(request_id, len(token_ids)) is not None
-    manager.publish(request_id, token_ids, len(token_ids))
-    return num_cached
-
-
-def found(manager: KVCacheManager[str]) -> int:
-    keys = block_keys(root_key(0), PROMPT, manager.block_size)
-    return sum(manager.pool.lookup(key) is not None for key in keys)
+from kvcache import NEVER, BlockPool, KVCacheManager, PrefixStats
+from tests.kvcache.tables import PROMPT, findable, run
 
 
 def test_grow_gives_the_ids_that_extend_the_table(manager: KVCacheManager[str]) -> None:
@@ -67,9 +45,9 @@ def test_array_tokens_are_those_of_lists(manager: KVCacheManager[str]) -> None:
     manager.begin("array", row[:20], 0)
     assert manager.grow("array", 48)
     assert manager.publish("array", row, 20) == 32
-    assert found(manager) == 1
+    assert findable(manager, PROMPT) == 1
     assert manager.publish("array", row[:48], 48) == 64
-    assert found(manager) == 3
+    assert findable(manager, PROMPT) == 3
     assert manager.begin("list", [*PROMPT, 1], 0) == 48
     assert manager.begin("array 2", row, 0) == 48
     with pytest.raises(ValueError, match="token_ids of request 'b' must not be empty"):

@@ -1,6 +1,5 @@
 """Per-request block tables."""
 
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,35 +12,7 @@ from kvcache import (
     block_keys,
     root_key,
 )
-
-PROMPT = list(range(100, 148))  # three blocks of 16
-
-
-@pytest.fixture
-def manager() -> Iterator[KVCacheManager[str]]:
-    manager: KVCacheManager[str] = KVCacheManager(BlockPool(num_blocks=21), block_size=16)
-    yield manager
-    manager.check_integrity()
-
-
-def run(
-    manager: KVCacheManager[str],
-    request_id: str,
-    token_ids: list[int],
-    version: int = 0,
-    salt: str | None = None,
-) -> int:
-    """Begin a request and compute all its tokens; the number of cached tokens."""
-    num_cached = manager.begin(request_id, token_ids, version, salt)
-    assert manager.grow(request_id, len(token_ids)) is not None
-    manager.publish(request_id, token_ids, len(token_ids))
-    return num_cached
-
-
-def findable(manager: KVCacheManager[str], token_ids: list[int], version: int = 0) -> int:
-    """Blocks of token_ids that a lookup finds, gaps included."""
-    keys = block_keys(root_key(version), token_ids, manager.block_size)
-    return sum(manager.pool.lookup(key) is not None for key in keys)
+from tests.kvcache.tables import PROMPT, findable, run
 
 
 def counts(manager: KVCacheManager[str]) -> tuple[int, int, int]:

@@ -14,11 +14,8 @@ from kvcache import (
     BlockPool,
     KVCacheManager,
     PrefixStats,
-    block_keys,
-    root_key,
 )
-
-PROMPT = list(range(100, 148))  # three blocks of 16
+from tests.kvcache.tables import PROMPT, findable, run
 
 
 @pytest.fixture
@@ -28,33 +25,11 @@ def pool() -> Iterator[BlockPool]:
     pool.check_integrity()
 
 
-@pytest.fixture
-def manager() -> Iterator[KVCacheManager[str]]:
-    manager: KVCacheManager[str] = KVCacheManager(BlockPool(num_blocks=21), block_size=16)
-    yield manager
-    manager.check_integrity()
-
-
 def take_published(pool: BlockPool, version: int, *keys: bytes) -> list[Block]:
     blocks = pool.take(len(keys))
     for block, key in zip(blocks, keys, strict=True):
         assert pool.publish(block, key, version)
     return blocks
-
-
-def run(
-    manager: KVCacheManager[str], request_id: str, token_ids: list[int], version: int = 0
-) -> int:
-    """Begin a request and compute all its tokens; the number of cached tokens."""
-    num_cached = manager.begin(request_id, token_ids, version)
-    assert manager.grow(request_id, len(token_ids)) is not None
-    manager.publish(request_id, token_ids, len(token_ids))
-    return num_cached
-
-
-def findable(manager: KVCacheManager[str], token_ids: list[int], version: int) -> int:
-    keys = block_keys(root_key(version), token_ids, manager.block_size)
-    return sum(manager.pool.lookup(key) is not None for key in keys)
 
 
 def counts(pool: BlockPool) -> tuple[int, int, int]:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from rollout import Decoder, Rollout, RolloutEngine, SamplingParams
 from tests.folders import word_tokenizer
 from tests.models import EOS, VOCABULARY, tiny_model
 from tests.rollout.naive_engine import NaiveResult, naive_prompt_logprobs, naive_rollout
+from tests.rollout.test_engine import nudge
 
 NEAR_TIE = 1e-6
 TOKENIZER = word_tokenizer()
@@ -100,12 +100,6 @@ def random_batches(
             prompts.append(rng.choice(old) if again else stem + fresh(longest // 2))
         batches.append(Batch(prompts, [random_params(rng, mixed, max_tokens) for _ in prompts]))
     return batches
-
-
-def nudge(model: Decoder) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
 
 
 class Comparison:
