@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.metadata import AttentionMetadata
+from attention.native import NativeAttention
 from attention.reference import ReferenceAttention
 from attention.tiled import TiledAttention
 
@@ -37,15 +38,20 @@ class AttentionBackend(Protocol):
     def plan(self, metadata: AttentionMetadata, group: int, device: torch.device) -> Any:
         """Prepare one step, once for all layers. `group` = query heads per key/value head."""
 
+    def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, plan: Any) -> None:
+        """Put the step's own k and v `[num_tokens, kv_heads, head_dim]` into their slots."""
+
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, plan: Any) -> Tensor:
         """q `[num_tokens, heads, head_dim]`; keys, values `[kv_heads, num_slots, head_dim]`.
 
-        Scores are scaled by head_dim ** -0.5. Differentiable in all three tensors. Every slot
-        the plan can reach must hold finite numbers, also those that are masked.
+        Scores are scaled by head_dim ** -0.5. Differentiable in all three tensors. keys and values
+        may be transposed views. Every slot the plan can reach must hold finite numbers, also those
+        that are masked.
         """
 
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
+    "native": NativeAttention,
     "tiled": TiledAttention,
     "reference": ReferenceAttention,
 }
@@ -53,13 +59,19 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 def select_backend(
     choice: str | type[AttentionBackend] | AttentionBackend | None = None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 64,
 ) -> AttentionBackend:
-    """The backend for a name, a class, an instance, or None for the default of this machine.
+    """The backend for a name, a class, an instance, or None for the best that serves here.
 
-    An explicit choice is strict: an unknown name is a ValueError, nothing is replaced silently.
+    device (default: CPU), dtype and head_dim are those of the model. An explicit choice is
+    strict: an unknown name is a ValueError, nothing is replaced silently.
     """
     if choice is None:
-        return TiledAttention()
+        serves = NativeAttention.serves(device or torch.device("cpu"), dtype, head_dim)
+        return NativeAttention() if serves else TiledAttention()
     if isinstance(choice, str):
         if choice not in BACKENDS:
             raise ValueError(

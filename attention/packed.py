@@ -27,6 +27,5 @@ class PackedAttention:
         self._plan = backend.plan(metadata, group, device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys = k.transpose(0, 1).contiguous()
-        values = v.transpose(0, 1).contiguous()
+        keys, values = k.contiguous().transpose(0, 1), v.contiguous().transpose(0, 1)
         return self._backend.attend(q, keys, values, self._plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from attention.backends import AttentionBackend
@@ -26,14 +25,11 @@ class PagedAttention:
         backend: AttentionBackend,
         group: int,
     ) -> None:
-        device = pages[0].device
         self._pages = pages
         self._backend = backend
-        self._slot_mapping = torch.from_numpy(metadata.slot_mapping).to(device)
-        self._plan = backend.plan(metadata, group, device)
+        self._plan = backend.plan(metadata, group, pages[0].device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._pages[layer]
-        keys.index_copy_(1, self._slot_mapping, k.transpose(0, 1))
-        values.index_copy_(1, self._slot_mapping, v.transpose(0, 1))
+        self._backend.store(k, v, keys, values, self._plan)
         return self._backend.attend(q, keys, values, self._plan)

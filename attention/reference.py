@@ -20,6 +20,7 @@ class _Plan:
     starts: list[int]  # query_start_loc
     slots: list[Tensor]  # per sequence, [seq_len]
     group: int
+    slot_mapping: Tensor  # [num_tokens] slot of each query token's own key and value
 
 
 class ReferenceAttention:
@@ -35,7 +36,12 @@ class ReferenceAttention:
             torch.from_numpy(row[:length].copy()).to(device)
             for row, length in zip(table, metadata.seq_lens.tolist(), strict=True)
         ]
-        return _Plan(metadata.query_start_loc.tolist(), slots, group)
+        mapping = torch.from_numpy(metadata.slot_mapping).to(device)
+        return _Plan(metadata.query_start_loc.tolist(), slots, group, mapping)
+
+    def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> None:
+        keys.index_copy_(1, plan.slot_mapping, k.transpose(0, 1))
+        values.index_copy_(1, plan.slot_mapping, v.transpose(0, 1))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> Tensor:
         outputs = []

@@ -41,6 +41,7 @@ class _Plan:
     gather: Tensor  # [num_tiles * tokens_per_tile] token of each tile row (padding repeats one)
     scatter: Tensor  # [num_tokens] row of `gather` that holds each token
     rounds: list[_Round]
+    slot_mapping: Tensor  # [num_tokens] slot of each query token's own key and value
 
 
 class _Recompute(torch.autograd.Function):
@@ -112,7 +113,7 @@ def attend_tiles(q: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> Tensor
 
 
 class TiledAttention:
-    """The default on every device until a faster backend passes the same equality test."""
+    """The default where `native` does not serve: any device, dtype and head_dim."""
 
     name = "tiled"
     exact = True
@@ -155,7 +156,12 @@ class TiledAttention:
             torch.from_numpy(token.reshape(-1)).to(device),
             torch.from_numpy(scatter).to(device),
             rounds,
+            torch.from_numpy(metadata.slot_mapping).to(device),
         )
+
+    def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> None:
+        keys.index_copy_(1, plan.slot_mapping, k.transpose(0, 1))
+        values.index_copy_(1, plan.slot_mapping, v.transpose(0, 1))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> Tensor:
         if torch.is_grad_enabled() and (

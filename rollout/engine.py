@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from attention import AttentionBackend, select_backend
+from attention import AttentionBackend
 from kvcache import BlockPool, KVCacheManager
 from kvcache.storage import KVStorage
 from rollout.admission import Admission, AdmissionLimits
@@ -24,7 +24,7 @@ from rollout.construction import (
     kv_storage,
 )
 from rollout.core import IN_FLIGHT_MODES, EngineCore
-from rollout.model import Decoder
+from rollout.model import Decoder, attention_for
 from rollout.policy import LocalGate, WeightGate
 from rollout.request import PromptTask, Request, Rollout, prompt_tasks
 from rollout.runner import ModelRunner
@@ -96,7 +96,7 @@ class RolloutEngine:
         self.max_seq_len = checked_length(model, max_seq_len)
         eos = tokenizer.eos_token_ids if tokenizer is not None else model.config.eos_token_ids
         self.eos_token_ids = frozenset(eos)
-        self._backend = select_backend(attention_backend)
+        self._backend = attention_for(model, attention_backend)
         self._gate: WeightGate = gate if gate is not None else LocalGate(policy_version)
         storage = kv_storage(
             model,

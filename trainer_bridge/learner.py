@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention import AttentionBackend, select_backend
-from rollout.model import Decoder
+from attention import AttentionBackend
+from rollout.model import Decoder, attention_for
 from rollout.rollout_batch import RolloutBatch
 from trainer_bridge.algorithm import Algorithm, resolve_algorithm
 from trainer_bridge.metrics import StepMetrics
@@ -56,7 +56,7 @@ class Learner:
     ) -> None:
         self._gate = gate
         self._config = config
-        self._backend = select_backend(attention_backend)
+        self._backend = attention_for(model, attention_backend)
         # device_placement=False: `.to(device)` would re-bind parameters away from the arena.
         self._accelerator = Accelerator(device_placement=False, mixed_precision="no")
         optimizer = torch.optim.AdamW(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention import AttentionBackend, PackedAttention, select_backend
+from attention import AttentionBackend, PackedAttention
 from rollout.logprobs import score_rows
-from rollout.model import Decoder
+from rollout.model import Decoder, attention_for
 from rollout.request import Rollout
 from rollout.rollout_batch import RolloutBatch
 from trainer_bridge.trajectory import MicroBatch, micro_batches
@@ -57,7 +57,7 @@ def score(
     batch = rollouts if isinstance(rollouts, RolloutBatch) else RolloutBatch.from_rollouts(rollouts)
     if temperature is not None and not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    backend = select_backend(attention_backend)
+    backend = attention_for(model, attention_backend)
     scores = [torch.zeros(0, device=next(model.parameters()).device)] * len(batch)
     temperatures = torch.from_numpy(batch.temperatures)
     if temperature is not None:

@@ -6,13 +6,17 @@ Flat tokens in, hidden states out; `logits` only for the rows that are sampled o
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor, nn
 
-from attention import Attention
+from attention import Attention, AttentionBackend, select_backend
 from rollout.model.config import DecoderConfig
-from rollout.model.fusion import Linear, linear, pack_adjacent
-from rollout.model.layers import DecoderLayer, RMSNorm, RotaryTable, inverse_frequencies
+from rollout.model.fusion import Linear, pack_adjacent
+from rollout.model.layers import DecoderLayer, RMSNorm
+from rollout.model.operators import Operators, select_operators
+from rollout.model.rotary import RotaryTable, inverse_frequencies
 
 
 class _Trunk(nn.Module):
@@ -25,7 +29,7 @@ class _Trunk(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, dtype, device) for _ in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.norm = RMSNorm(config.hidden_size, dtype, device)
 
 
 class Decoder(nn.Module):
@@ -36,10 +40,15 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        operators: str | Operators | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self._operators = operators
         self.model = _Trunk(config, dtype, device)
         self.lm_head: Linear | None = None
         if not config.tie_word_embeddings:
@@ -48,22 +57,43 @@ class Decoder(nn.Module):
         if device != "meta":
             pack_adjacent(self, self.adjacent_parameters())
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    @property
+    def operators(self) -> Operators:
+        """Who computes: the constructor's choice, or the best that serve the parameters' device
+        and dtype. May be assigned; engine and trainer are exact only with the same ones."""
+        if self._operators is None or isinstance(self._operators, str):
+            weight = self.output_weight
+            self._operators = select_operators(self._operators, weight.device, weight.dtype)
+        return self._operators
+
+    @operators.setter
+    def operators(self, operators: str | Operators | None) -> None:
+        self._operators = operators
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        num_layers: int | None = None,
+    ) -> Tensor:
         """Hidden states `[num_tokens, hidden]` after the final norm, for flat tokens.
 
         `input_ids` and `positions` are int64 `[num_tokens]`; which tokens form a sequence, and
-        where its keys and values lie, is known to `attention` alone.
+        where its keys and values lie, is known to `attention` alone. num_layers: leave the layers
+        after so many out (the start-up probe does).
         """
-        x = self.model.embed_tokens(input_ids)
-        cos, sin = self._rotary(positions, x.dtype)
-        for index, layer in enumerate(self.model.layers):
-            x = layer(index, x, cos, sin, attention)
-        out: Tensor = self.model.norm(x)
+        ops = self.operators
+        x, delta = self.model.embed_tokens(input_ids), None
+        rotation = self._rotary.at(positions)
+        for index, layer in enumerate(islice(self.model.layers, num_layers)):
+            x, delta = layer(ops, index, x, delta, rotation, attention)
+        _, out = ops.add_rms_norm(x, delta, self.model.norm.weight, self.config.rms_norm_eps)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary scores `[rows, vocab_size]` of hidden rows `[rows, hidden]`."""
-        return linear(hidden, self.output_weight)
+        return self.operators.linear(hidden, self.output_weight)
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -100,3 +130,13 @@ class Decoder(nn.Module):
                 p.fill_(1.0)
             else:
                 p.copy_(torch.randn(p.shape, generator=generator) * self.config.initializer_range)
+
+
+def attention_for(
+    model: Decoder, choice: str | type[AttentionBackend] | AttentionBackend | None = None
+) -> AttentionBackend:
+    """The attention backend of a name, class or instance; None = the best that serves the model."""
+    weight = model.output_weight
+    return select_backend(
+        choice, device=weight.device, dtype=weight.dtype, head_dim=model.config.head_dim
+    )

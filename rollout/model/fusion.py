@@ -9,7 +9,8 @@ same bits: an output element depends on its row of x and its row of w alone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -81,32 +82,53 @@ def pack_adjacent(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
             offset += p.numel() * p.element_size()
 
 
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x `[rows, in]`, weight `[out, in]`, bias `[out]` or None) -> `[rows, out]`, no autograd."""
+
+
 class _Linear(torch.autograd.Function):
-    """Forward through `matmul_rows` over one weight that stands for `splits` stacked parameters.
+    """Forward through a `Matmul` over one weight that stands for `num_parts` stacked parameters.
 
     The parameters come after the fused weight so that autograd hands each its own gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, num_parts, *parameters):  # type: ignore[no-untyped-def]
+    def forward(ctx, matmul, x, weight, bias, num_parts, *parameters):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.sizes = [p.shape[0] for p in parameters[:num_parts]]
         ctx.has_bias = bias is not None
-        return matmul_rows(x, weight, bias)
+        return matmul(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         parts = len(ctx.sizes)
-        grad_x = grad @ weight if needs[0] else None
+        grad_x = grad @ weight if needs[1] else None
         grad_w: list[Tensor | None] = [None] * parts
         grad_b: list[Tensor | None] = [None] * (parts if ctx.has_bias else 0)
-        if any(needs[4 : 4 + parts]):
+        if any(needs[5 : 5 + parts]):
             grad_w = list((grad.t() @ x).split(ctx.sizes))
-        if ctx.has_bias and any(needs[4 + parts :]):
+        if ctx.has_bias and any(needs[5 + parts :]):
             grad_b = list(grad.sum(0).split(ctx.sizes))
-        return (grad_x, None, None, None, *grad_w, *grad_b)
+        return (None, grad_x, None, None, None, *grad_w, *grad_b)
+
+
+def linear_with(matmul: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A `Matmul` with gradients: x `[rows, in]`, weight `[out, in]` -> `[rows, out]`."""
+    if not torch.is_grad_enabled():
+        return matmul(x, weight, bias)
+    parameters = (weight,) if bias is None else (weight, bias)
+    out: Tensor = _Linear.apply(matmul, x, weight, bias, 1, *parameters)
+    return out
+
+
+class ManyParts(Protocol):
+    """What `FusedLinear` needs of `Operators`."""
+
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
 class FusedLinear:
@@ -122,7 +144,7 @@ class FusedLinear:
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, ops: ManyParts, x: Tensor) -> Tensor:
         """x `[tokens, in]` -> `[tokens, sum of outs]`, the layers' outputs side by side."""
         weights = [layer.weight for layer in self._layers]
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
@@ -132,17 +154,19 @@ class FusedLinear:
             self._bias = adjacent_view([b.detach() for b in biases]) if biases else None
             self._key = key
         if self._weight is None or (biases and self._bias is None):
-            return torch.cat([layer(x) for layer in self._layers], dim=-1)
+            return torch.cat(
+                [ops.linear(x, layer.weight, layer.bias) for layer in self._layers], dim=-1
+            )
         if not torch.is_grad_enabled():
-            return matmul_rows(x, self._weight, self._bias)
+            return ops.matmul(x, self._weight, self._bias)
         out: Tensor = _Linear.apply(
-            x, self._weight, self._bias, len(weights), *weights, *biases
+            ops.matmul, x, self._weight, self._bias, len(weights), *weights, *biases
         )
         return out
 
 
 class Linear(nn.Module):
-    """A linear layer with Hugging Face's parameter names and batch-invariant rows."""
+    """Parameters of a linear layer under Hugging Face's names; `Operators` computes it."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -155,16 +179,3 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(weight)
         zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[tokens, in]` -> `[tokens, out]`."""
-        return linear(x, self.weight, self.bias)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`matmul_rows` with autograd: x `[rows, in]`, weight `[out, in]` -> `[rows, out]`."""
-    if not torch.is_grad_enabled():
-        return matmul_rows(x, weight, bias)
-    parameters = (weight,) if bias is None else (weight, bias)
-    out: Tensor = _Linear.apply(x, weight, bias, 1, *parameters)
-    return out

@@ -174,12 +174,14 @@ def test_gradients(name):
 
 
 def test_choosing_a_backend():
-    assert select_backend().name == "tiled"
+    assert select_backend().name == "native"
+    assert select_backend(head_dim=40).name == "tiled"
+    assert select_backend(dtype=torch.bfloat16).name == "tiled"
     assert select_backend("reference").name == "reference"
     assert select_backend(ReferenceAttention).name == "reference"
     own = ReferenceAttention()
     assert select_backend(own) is own
-    with pytest.raises(ValueError, match="'flash'; available: tiled, reference"):
+    with pytest.raises(ValueError, match="'flash'; available: native, tiled, reference"):
         select_backend("flash")
 
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from attention import AttentionMetadata, PackedAttention, select_backend
+from attention import AttentionMetadata, PackedAttention
 from rollout import Decoder, SamplingParams, Tokenizer
 from rollout.logprobs import gather_logprobs, normalizer, tempered
+from rollout.model import attention_for
 from rollout.noise import noise_key, uniforms
 
 NEVER = -math.inf
@@ -117,7 +118,7 @@ def all_logits(model: Decoder, ids: list[int]) -> torch.Tensor:
     config = model.config
     group = config.num_attention_heads // config.num_key_value_heads
     metadata = AttentionMetadata.packed([len(ids)])
-    attention = PackedAttention(metadata, select_backend("tiled"), group, torch.device("cpu"))
+    attention = PackedAttention(metadata, attention_for(model), group, torch.device("cpu"))
     with torch.no_grad():
         return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), attention))
 

@@ -611,7 +611,7 @@ def test_construction_errors(model):
         RolloutEngine(model, enable_cuda_graph=True)
     with pytest.raises(TypeError, match="did you mean 'temperature'"):
         RolloutEngine(model).run_batch([[5]], temprature=0.5)
-    assert RolloutEngine(model).backend_name == "tiled"
+    assert RolloutEngine(model).backend_name == "native"
     assert RolloutEngine(model, kv_cache_bytes=10_000_000).cuda_graph_enabled is False
 
 

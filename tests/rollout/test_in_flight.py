@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention import AttentionMetadata, PackedAttention, select_backend
+from attention import AttentionMetadata, PackedAttention
 from rollout import Decoder, Rollout, RolloutEngine
 from rollout.logprobs import gather_logprobs, normalizer, tempered
+from rollout.model import attention_for
 from tests.models import tiny_model
 from tests.rollout.test_engine import bits, random_prompts, rollouts
 from tests.rollout.test_tasks import Listener
@@ -59,7 +60,7 @@ def scored(model: Decoder, r: Rollout, start: int, end: int) -> list[float]:
     """Log-probs of output tokens [start, end) by one forward over the whole sequence so far."""
     ids = r.prompt_token_ids + r.token_ids[:end]
     attention = PackedAttention(
-        AttentionMetadata.packed([len(ids)]), select_backend("tiled"), 2, torch.device("cpu")
+        AttentionMetadata.packed([len(ids)]), attention_for(model), 2, torch.device("cpu")
     )
     first = len(r.prompt_token_ids) + start
     with torch.no_grad():

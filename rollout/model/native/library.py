@@ -1,0 +1,30 @@
+"""The kernels of this folder as ctypes functions; argument for argument what the sources name."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from attention.native.build import load_library
+from attention.native.kernels import SIMD, declare
+
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("linear", "rows"))
+
+_P, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_HEADS = [_P, _INT, _INT, _INT, _INT, _P, _P, _P, _P, _P, _FLOAT]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels; raises `BuildFailed`."""
+    loaded = load_library("decoder", SOURCES, [SIMD])
+    declare(loaded, "linear", [_P, _INT, _INT, _P, _INT, _P, _P])
+    declare(loaded, "add_rms_norm", [_P, _P, _P, _INT, _INT, _FLOAT, _P, _P])
+    declare(loaded, "rms_norm_backward", [_P, _P, _INT, _INT, _FLOAT, _P, _P, _P, _P])
+    declare(loaded, "rotate", [*_HEADS, _P, _P])
+    declare(loaded, "rotate_backward", [*_HEADS, *[_P] * 6])
+    declare(loaded, "silu_mul", [_P, _INT, _INT, _P])
+    declare(loaded, "silu_mul_backward", [_P, _INT, _INT, _P, _P])
+    return loaded
