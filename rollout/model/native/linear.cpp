@@ -15,18 +15,20 @@
 
 namespace {
 
-constexpr int BLOCK_K = 512;
+// A panel of 64 rows by BLOCK_K stays in the first-level cache, so that the few outstanding misses a
+// core can have are left to the weights, which come from far away and are read once.
+constexpr int BLOCK_K = 128;
 constexpr int BLOCK_ROWS = 256;  // rows packed at a time
-constexpr int BLOCK_N = 48;      // outputs of one unit of work; every tile width divides it
+constexpr int MAX_BLOCK_N = 96;  // outputs of one unit of work; every tile width divides it
 
 // Tiles are V vectors of rows by W outputs: as many accumulators as the registers hold.
 constexpr int ACCUMULATORS = VECTOR_REGISTERS == 32 && REGISTERS_PER_F16 == 1 ? 24 : 6;
 constexpr int MAX_VECTORS = ACCUMULATORS == 24 ? 4 : 1;
 
-// sums[n][m] of one block of k, set or added to.
+// sums[n][m] of one block of k, set or added to. `next` is where the weights of the next tile begin.
 template <int V, int W>
-inline void tile(const float* packed, const float* w, int64_t stride_w, int depth, float* sums,
-                 bool add) {
+inline void tile(const float* packed, const float* w, const float* next, int64_t stride_w,
+                 int depth, float* sums, bool add) {
     F16 acc[W][V];
     for (int n = 0; n < W; n++)
         for (int v = 0; v < V; v++) acc[n][v] = set1(0.0f);
@@ -43,7 +45,7 @@ inline void tile(const float* packed, const float* w, int64_t stride_w, int dept
     int k = 0;
     for (; k + 16 <= depth; k += 16) {
 #pragma GCC unroll 32
-        for (int n = 0; n < W; n++) __builtin_prefetch(w + (W + n) * stride_w + k);
+        for (int n = 0; n < W; n++) __builtin_prefetch(next + n * stride_w + k);
         for (int i = 0; i < 16; i++) step(k + i);
     }
     for (; k < depth; k++) step(k);
@@ -54,18 +56,20 @@ inline void tile(const float* packed, const float* w, int64_t stride_w, int dept
         }
 }
 
-// sums of `width` outputs for the rows of one panel.
+// sums of `width` outputs for the rows of one panel; `after` is what is read when these are done.
 template <int V>
-void tiles(const float* packed, const float* w, int64_t stride_w, int depth, int width,
-           float* sums, bool add) {
+void tiles(const float* packed, const float* w, const float* after, int64_t stride_w, int depth,
+           int width, float* sums, bool add) {
     constexpr int W = ACCUMULATORS / V;
     int n = 0;
-    for (; n + W <= width; n += W)
-        tile<V, W>(packed, w + n * stride_w, stride_w, depth, sums + n * V * 16, add);
+    for (; n + W <= width; n += W) {
+        const float* next = n + 2 * W <= width ? w + (n + W) * stride_w : after;
+        tile<V, W>(packed, w + n * stride_w, next, stride_w, depth, sums + n * V * 16, add);
+    }
     for (; n + 4 <= width; n += 4)
-        tile<V, 4>(packed, w + n * stride_w, stride_w, depth, sums + n * V * 16, add);
+        tile<V, 4>(packed, w + n * stride_w, after, stride_w, depth, sums + n * V * 16, add);
     for (; n < width; n++)
-        tile<V, 1>(packed, w + n * stride_w, stride_w, depth, sums + n * V * 16, add);
+        tile<V, 1>(packed, w + n * stride_w, after, stride_w, depth, sums + n * V * 16, add);
 }
 
 // 16 x 16 floats from rows to columns; rows or columns past the given counts are read as zero and
@@ -140,14 +144,14 @@ void unpack(const float* sums, const Panel& panel, int width, const float* bias,
         }
 }
 
-void panel_sums(const float* packed, const Panel& panel, const float* w, int64_t stride_w,
-                int depth, int width, float* sums, bool add) {
+void panel_sums(const float* packed, const Panel& panel, const float* w, const float* after,
+                int64_t stride_w, int depth, int width, float* sums, bool add) {
     switch (panel.vectors) {
-        case 1: return tiles<1>(packed, w, stride_w, depth, width, sums, add);
+        case 1: return tiles<1>(packed, w, after, stride_w, depth, width, sums, add);
 #if defined(__AVX512F__)
-        case 2: return tiles<2>(packed, w, stride_w, depth, width, sums, add);
-        case 3: return tiles<3>(packed, w, stride_w, depth, width, sums, add);
-        case 4: return tiles<4>(packed, w, stride_w, depth, width, sums, add);
+        case 2: return tiles<2>(packed, w, after, stride_w, depth, width, sums, add);
+        case 3: return tiles<3>(packed, w, after, stride_w, depth, width, sums, add);
+        case 4: return tiles<4>(packed, w, after, stride_w, depth, width, sums, add);
 #endif
     }
 }
@@ -163,14 +167,15 @@ extern "C" void linear(const float* x, int64_t rows, int64_t depth, const float*
                        const float* bias, float* out) {
     static thread_local std::vector<float> packed_memory;
     const int64_t blocks_k = (depth + BLOCK_K - 1) / BLOCK_K;
-    const int64_t blocks_n = (width + BLOCK_N - 1) / BLOCK_N;
+    const int64_t unit = width >= 16 * MAX_BLOCK_N ? MAX_BLOCK_N : width >= 384 ? 48 : 24;
+    const int64_t blocks_n = (width + unit - 1) / unit;
     const int64_t padded = (std::min<int64_t>(rows, BLOCK_ROWS) + 15) / 16 * 16;
     float* packed = grown(packed_memory, padded * depth + 16);
     packed += (16 - (reinterpret_cast<uintptr_t>(packed) / 4) % 16) % 16;
 #pragma omp parallel
     {
         static thread_local std::vector<float> sums_memory;
-        float* sums = grown(sums_memory, BLOCK_ROWS * BLOCK_N);
+        float* sums = grown(sums_memory, BLOCK_ROWS * MAX_BLOCK_N);
         for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
             const float* block = x + first * depth;
             Panel panels[BLOCK_ROWS / 16];
@@ -185,17 +190,22 @@ extern "C" void linear(const float* x, int64_t rows, int64_t depth, const float*
                 }
 #pragma omp for schedule(dynamic)
             for (int64_t b = 0; b < blocks_n; b++) {
-                int64_t n0 = b * BLOCK_N;
-                int part_n = static_cast<int>(std::min<int64_t>(width - n0, BLOCK_N));
+                const int64_t n0 = b * unit;
+                const int part_n = static_cast<int>(std::min(width - n0, unit));
                 for (int64_t k0 = 0; k0 < depth; k0 += BLOCK_K) {
-                    int part = static_cast<int>(std::min<int64_t>(depth - k0, BLOCK_K));
-                    for (int p = 0; p < count; p++)
-                        panel_sums(packed + panels[p].first_row * depth + k0 * panels[p].vectors * 16,
-                                   panels[p], w + n0 * depth + k0, depth, part, part_n,
-                                   sums + panels[p].first_row * BLOCK_N, k0 > 0);
+                    const int part = static_cast<int>(std::min<int64_t>(depth - k0, BLOCK_K));
+                    const float* here = w + n0 * depth + k0;
+                    const float* then = k0 + BLOCK_K < depth ? here + BLOCK_K
+                                        : b + 1 < blocks_n   ? w + (n0 + unit) * depth
+                                                             : here;
+                    for (int p = 0; p < count; p++) {
+                        const float* panel = packed + panels[p].first_row * depth + k0 * panels[p].vectors * 16;
+                        panel_sums(panel, panels[p], here, p + 1 < count ? here : then, depth, part,
+                                   part_n, sums + panels[p].first_row * unit, k0 > 0);
+                    }
                 }
                 for (int p = 0; p < count; p++)
-                    unpack(sums + panels[p].first_row * BLOCK_N, panels[p], part_n,
+                    unpack(sums + panels[p].first_row * unit, panels[p], part_n,
                            bias == nullptr ? nullptr : bias + n0, out + first * width + n0, width);
             }
         }
