@@ -9,8 +9,9 @@ from torch import Tensor
 from attention import AttentionBackend, PagedAttention
 from kvcache.storage import KVStorage
 from rollout.batch import ScoredPrompt, StepInputs
-from rollout.logprobs import ROWS_PER_CHUNK, gather_logprobs, normalizer, tempered
+from rollout.logprobs import ROWS_PER_CHUNK
 from rollout.model import Decoder
+from rollout.model.vocabulary import tempered
 from rollout.request import ranked
 from rollout.running import RunningBatch
 from rollout.sampler import best_tokens, sample
@@ -56,7 +57,8 @@ class ModelRunner:
         rows = hidden
         if len(inputs.sampled) != hidden.shape[0] or len(plan.forked):
             rows = hidden[torch.from_numpy(inputs.sampled).to(device)]
-        return sample(self._model.logits(rows), inputs.sampling)
+        vocabulary = self._model.operators.vocabulary
+        return sample(self._model.logits(rows), inputs.sampling, vocabulary)
 
     def _score_prompt(self, hidden: Tensor, scored: ScoredPrompt, batch: RunningBatch) -> None:
         """Log-probs of the prompt's own tokens, some rows of logits at a time."""
@@ -68,12 +70,12 @@ class ModelRunner:
             start = scored.flat_start + first - scored.first
             logits = self._model.logits(hidden[start : start + last - first])
             temperature = logits.new_full((last - first,), request.params.temperature or 1.0)
-            scaled = tempered(logits, temperature)
-            log_normalizer = normalizer(scaled)
+            vocabulary = self._model.operators.vocabulary
+            lse, _ = vocabulary.log_normalizers(logits, temperature)
             ids = torch.from_numpy(batch.tokens[scored.row, first:last].astype(np.int64))
-            logprobs = gather_logprobs(scaled, log_normalizer, ids.to(logits.device))
+            logprobs = vocabulary.gather(logits, temperature, ids.to(logits.device), lse)
             scores.logprobs[first:last] = logprobs.cpu().numpy()
             if k:
-                top_ids, top_logprobs = best_tokens(scaled, log_normalizer, k)
+                top_ids, top_logprobs = best_tokens(tempered(logits, temperature), lse, k)
                 for offset in range(last - first):
                     scores.top[first + offset] = ranked(top_ids[offset], top_logprobs[offset], k)

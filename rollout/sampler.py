@@ -3,9 +3,8 @@
 Order: allowed ids → bad words → min_tokens → bias → penalties → temperature → min_p → top_k → top_p
 → draw. What no row of the step uses costs nothing, and no bit of a row depends on the other rows:
 
-    logits ── / T ──> scaled ───────────────────────────────> logprobs, top_logprobs
-                        │ rows with edits or filters replaced
-                        └──> sampled ──> tokens, sampling_logprobs
+    logits ──────────────────────────────────> tokens, logprobs         one pass, all rows
+      │ rows with edits or filters ── / T ───> tokens, sampling_logprobs   a second one, these alone
 
 The draw is the inverse of the cumulative distribution at one counter-based uniform per row: no
 generator.
@@ -21,42 +20,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.logprobs import gather_logprobs, normalizer, tempered
+from rollout.model.vocabulary import Vocabulary, tempered
 from rollout.noise import uniforms
-from rollout.sampling_rows import (
-    NOT_FINITE,
-    NOTHING_LEFT,
-    EditedRow,
-    Filters,
-    SampledRows,
-    SamplingRows,
-)
+from rollout.sampling_rows import NOT_FINITE, EditedRow, Filters, SampledRows, SamplingRows
 
 _NEVER = float("-inf")
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> SampledRows:
+def sample(logits: Tensor, rows: SamplingRows, vocabulary: Vocabulary) -> SampledRows:
     """One token per row. logits `[rows, vocab]` on any device; not changed."""
-    scaled = _tempered(logits, rows.temperature)
-    log_normalizer = normalizer(scaled)
-    sampled, changed = _sampled_from(logits, scaled, rows)
-    sampled_normalizer = log_normalizer
-    if len(changed):
-        of_changed = normalizer(_rows(sampled, changed))
-        sampled_normalizer = _replaced(log_normalizer, changed, of_changed)
-    tokens = _draw(sampled, sampled_normalizer, rows)
-
-    logprobs = gather_logprobs(scaled, log_normalizer, tokens)
-    sampling_logprobs = logprobs
-    if len(changed):
-        # The other rows have the same bits in both, so they need no case of their own.
-        sampling_logprobs = gather_logprobs(sampled, sampled_normalizer, tokens)
-        tokens = tokens.masked_fill(~torch.isfinite(sampled_normalizer), NOT_FINITE)
-        tokens = tokens.masked_fill(sampled_normalizer == _NEVER, NOTHING_LEFT)
-    tokens = tokens.masked_fill(~torch.isfinite(log_normalizer), NOT_FINITE)
+    temperature = _on(logits, rows.temperature)
+    uniform = uniforms(rows.noise_keys, rows.positions)
+    draw = vocabulary.sample(logits, temperature, rows.greedy, uniform)
+    tokens = draw.tokens.clamp(min=NOT_FINITE)  # nothing left without an edit: the model's doing
+    logprobs = sampling_logprobs = draw.logprobs
+    sampled, changed = _sampled_from(logits, rows)
+    if sampled is not None:
+        index = _on(logits, changed)
+        ones = torch.ones_like(temperature[index])
+        other = vocabulary.sample(sampled, ones, rows.greedy[changed], uniform[changed])
+        finite = torch.isfinite(draw.log_normalizers[index])
+        tokens = tokens.index_copy(0, index, other.tokens.where(finite, NOT_FINITE))
+        own = vocabulary.gather(
+            _rows(logits, changed), temperature[index], other.tokens.clamp(min=0),
+            draw.log_normalizers[index],
+        )  # fmt: skip
+        logprobs = logprobs.index_copy(0, index, own)
+        sampling_logprobs = sampling_logprobs.index_copy(0, index, other.logprobs)
     top_ids, top_logprobs = None, None
     if rows.num_top > 0:
-        top_ids, top_logprobs = best_tokens(scaled, log_normalizer, rows.num_top)
+        scaled = tempered(logits, temperature)
+        top_ids, top_logprobs = best_tokens(scaled, draw.log_normalizers, rows.num_top)
     both = torch.stack((logprobs, sampling_logprobs)).cpu().numpy()
     both[1, rows.greedy] = 0.0
     return SampledRows(tokens.cpu().numpy(), both[0], both[1], top_ids, top_logprobs)
@@ -85,46 +79,30 @@ def best_tokens(
     return np.take_along_axis(ids, order_in_row, -1), np.take_along_axis(best, order_in_row, -1)
 
 
-def _tempered(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
-    """As `tempered`; the division by one, which changes no bit, is left out."""
-    if (temperature == 1).all():
-        return logits.float()
-    return tempered(logits, torch.from_numpy(temperature).to(logits.device))
-
-
-def _draw(scaled: Tensor, log_normalizer: Tensor, rows: SamplingRows) -> Tensor:
-    if rows.greedy.all():
-        return scaled.argmax(-1)
-    u = _on(scaled, uniforms(rows.noise_keys, rows.positions)).unsqueeze(1)
-    probs = torch.exp(scaled - log_normalizer.unsqueeze(1))
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).squeeze(1)
-    tokens = tokens.clamp_(max=scaled.shape[1] - 1)
-    if rows.greedy.any():
-        tokens = torch.where(_on(scaled, rows.greedy), scaled.argmax(-1), tokens)
-    return tokens
-
-
 def _sampled_from(
-    logits: Tensor, scaled: Tensor, rows: SamplingRows
-) -> tuple[Tensor, NDArray[np.int64]]:
-    """The tempered logits really sampled from, -inf where forbidden, and the rows in which they
-    may differ from `scaled`, ascending. `scaled` itself where no row has an edit or filter on."""
+    logits: Tensor, rows: SamplingRows
+) -> tuple[Tensor | None, NDArray[np.int64]]:
+    """The tempered logits that rows with an edit or filter on are really sampled from, -inf where
+    forbidden, and which rows these are, ascending. None where there is no such row."""
     active = [row for row in rows.edited if row.edits.active(len(row.output))]
     active.sort(key=lambda row: row.row)
     edited = np.array([row.row for row in active], np.int64)
-    sampled = scaled
+    filtered = np.empty(0, np.int64)
+    if rows.filters is not None:
+        filtered = np.flatnonzero(rows.filters.on & ~rows.greedy)
+    changed = np.union1d(edited, filtered)
+    if not len(changed):
+        return None, changed
+    sampled = _rows(logits, changed).float()
     if active:
-        edits = edited_logits(logits, active)
-        sampled = _replaced(sampled, edited, _tempered(edits, rows.temperature[edited]))
-    if rows.filters is None:
-        return sampled, edited
-    on = rows.filters.on & ~rows.greedy
-    filtered = np.flatnonzero(on)
-    if len(filtered):
-        kept = filtered_logits(_rows(sampled, filtered), rows.filters.select(filtered))
-        sampled = _replaced(sampled, filtered, kept)
-    return sampled, np.union1d(edited, filtered)
+        at = np.searchsorted(changed, edited)
+        sampled = _replaced(sampled, at, edited_logits(logits, active))
+    sampled = tempered(sampled, _on(logits, rows.temperature[changed]))
+    if rows.filters is not None and len(filtered):
+        at = np.searchsorted(changed, filtered)
+        kept = filtered_logits(_rows(sampled, at), rows.filters.select(filtered))
+        sampled = _replaced(sampled, at, kept)
+    return sampled, changed
 
 
 def edited_logits(logits: Tensor, edited: Sequence[EditedRow]) -> Tensor:

@@ -37,6 +37,7 @@ def score_micro_batch(
         model.output_weight,
         torch.from_numpy(micro.targets).to(device),
         temperature.to(device),
+        model.operators,
     )
 
 

@@ -16,6 +16,7 @@ from attention.native import NativeAttention
 from rollout.model.native import NativeOperators
 from rollout.model.portable import PortableOperators, StockOperators
 from rollout.model.rotary import Rotation
+from rollout.model.vocabulary import Vocabulary
 
 
 class Operators(Protocol):
@@ -27,6 +28,10 @@ class Operators(Protocol):
 
     name: str
     exact: bool
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What is computed of rows of logits."""
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x `[rows, in]`, weight `[out, in]` -> `[rows, out]`, outside of any graph."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rollout.model.fusion import linear_with, matmul_rows
 from rollout.model.rotary import Rotation
+from rollout.model.vocabulary import PortableVocabulary
 
 
 class PortableOperators:
@@ -16,6 +17,7 @@ class PortableOperators:
     """
 
     name = "portable"
+    vocabulary = PortableVocabulary()
 
     def __init__(self, exact: bool) -> None:
         self.exact = exact
@@ -61,6 +63,7 @@ class StockOperators:
 
     name = "stock"
     exact = False
+    vocabulary = PortableVocabulary()
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         with torch.no_grad():

@@ -18,8 +18,8 @@ import torch
 
 from attention import AttentionMetadata, PackedAttention
 from rollout import Decoder, SamplingParams, Tokenizer
-from rollout.logprobs import gather_logprobs, normalizer, tempered
 from rollout.model import attention_for
+from rollout.model.operators import select_operators
 from rollout.noise import noise_key, uniforms
 
 NEVER = -math.inf
@@ -143,8 +143,10 @@ def choose(row: torch.Tensor, edited: list[float], params: SamplingParams, u: fl
 
 
 def exact_logprob(row: torch.Tensor, temperature: float, token: int) -> float:
-    scaled = tempered(row.unsqueeze(0), torch.tensor([temperature]))
-    return float(gather_logprobs(scaled, normalizer(scaled), torch.tensor([token])))
+    vocabulary = select_operators(None, row.device, row.dtype).vocabulary
+    logits, t = row.unsqueeze(0), torch.tensor([temperature])
+    lse, _ = vocabulary.log_normalizers(logits, t)
+    return float(vocabulary.gather(logits, t, torch.tensor([token]), lse))
 
 
 def log_softmax(logits: list[float]) -> list[float]:

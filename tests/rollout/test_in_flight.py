@@ -7,7 +7,6 @@ import torch
 
 from attention import AttentionMetadata, PackedAttention
 from rollout import Decoder, Rollout, RolloutEngine
-from rollout.logprobs import gather_logprobs, normalizer, tempered
 from rollout.model import attention_for
 from tests.models import tiny_model
 from tests.rollout.test_engine import bits, random_prompts, rollouts
@@ -66,8 +65,9 @@ def scored(model: Decoder, r: Rollout, start: int, end: int) -> list[float]:
     with torch.no_grad():
         hidden = model(torch.tensor(ids), torch.arange(len(ids)), attention)
         logits = model.logits(hidden[first - 1 : -1])
-    scaled = tempered(logits, torch.full((end - start,), r.temperature))
-    return gather_logprobs(scaled, normalizer(scaled), torch.tensor(ids[first:])).tolist()
+    vocabulary, temperature = model.operators.vocabulary, torch.full((end - start,), r.temperature)
+    lse, _ = vocabulary.log_normalizers(logits, temperature)
+    return vocabulary.gather(logits, temperature, torch.tensor(ids[first:]), lse).tolist()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from rollout import logprobs as module
-from rollout.logprobs import gather_logprobs, normalizer, score_rows, tempered
-from rollout.model.fusion import matmul_rows
+from rollout.logprobs import score_rows
+from rollout.model.operators import NAMES, select_operators
+from rollout.model.vocabulary import normalizer
+
+OPERATORS = [select_operators(name, torch.device("cpu"), torch.float32) for name in NAMES]
+by_operators = pytest.mark.parametrize("ops", OPERATORS, ids=NAMES)
 
 
 def case(rows: int = 37, dtype=torch.float32):
@@ -20,26 +24,30 @@ def case(rows: int = 37, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 10, 256])
-def test_bits_are_those_of_the_engines_path(chunk, monkeypatch):
+@pytest.mark.parametrize("ops", [ops for ops in OPERATORS if ops.exact], ids=lambda ops: ops.name)
+def test_bits_are_those_of_the_engines_path(ops, chunk, monkeypatch):
     """L6: chunks of any size, against logits of all rows at once."""
     monkeypatch.setattr(module, "ROWS_PER_CHUNK", chunk)
     hidden, weight, tokens, temperature = case()
-    scaled = tempered(matmul_rows(hidden, weight), temperature)
-    expected = gather_logprobs(scaled, normalizer(scaled), tokens)
-    assert torch.equal(score_rows(hidden, weight, tokens, temperature)[0], expected)
+    logits = ops.matmul(hidden, weight)
+    lse, _ = ops.vocabulary.log_normalizers(logits, temperature)
+    expected = ops.vocabulary.gather(logits, temperature, tokens, lse)
+    assert torch.equal(score_rows(hidden, weight, tokens, temperature, ops)[0], expected)
 
 
-def test_values_and_entropy():
+@by_operators
+def test_values_and_entropy(ops):
     hidden, weight, tokens, temperature = case()
-    logprobs, entropy = score_rows(hidden, weight, tokens, temperature)
+    logprobs, entropy = score_rows(hidden, weight, tokens, temperature, ops)
     log_p = ((hidden @ weight.t()) / temperature[:, None]).log_softmax(-1)
     assert torch.allclose(logprobs, log_p.gather(1, tokens[:, None])[:, 0], atol=1e-4)
     assert torch.allclose(entropy, -(log_p.exp() * log_p).sum(-1), atol=1e-4)
     assert (logprobs <= 0).all()
 
 
+@by_operators
 @pytest.mark.parametrize("use_entropy", [False, True])
-def test_gradients(use_entropy):
+def test_gradients(ops, use_entropy):
     hidden, weight, tokens, temperature = case()
     coefficient = torch.randn(37, generator=torch.Generator().manual_seed(1))
 
@@ -56,7 +64,7 @@ def test_gradients(use_entropy):
         log_p = ((h @ w.t()) / temperature[:, None].double()).log_softmax(-1)
         return log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
-    own = gradients(lambda h, w: score_rows(h, w, tokens, temperature), torch.float32)
+    own = gradients(lambda h, w: score_rows(h, w, tokens, temperature, ops), torch.float32)
     for got, exact in zip(own, gradients(dense, torch.float64), strict=True):
         assert torch.allclose(got.double(), exact, atol=1e-4, rtol=1e-4)
 

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.logit_edits import LogitEdits
-from rollout.logprobs import gather_logprobs, normalizer, tempered
+from rollout.model.operators import select_operators
+from rollout.model.vocabulary import PortableVocabulary, Vocabulary, normalizer, tempered
 from rollout.noise import noise_key, uniforms
-from rollout.sampler import best_tokens, filtered_logits, sample
+from rollout.sampler import best_tokens, filtered_logits
+from rollout.sampler import sample as sample_with
 from rollout.sampling import SamplingParams
 from rollout.sampling_rows import (
     NOT_FINITE,
@@ -30,6 +32,23 @@ from rollout.sampling_rows import (
 
 EOS = frozenset({1})
 NEVER = -math.inf
+
+
+VOCABULARIES: dict[str, Vocabulary] = {
+    "default": select_operators(None, torch.device("cpu"), torch.float32).vocabulary,
+    "portable": PortableVocabulary(),
+}
+under_test: list[Vocabulary] = []
+
+
+@pytest.fixture(autouse=True, params=VOCABULARIES)
+def vocabulary(request):
+    """Every test here runs with each."""
+    under_test[:] = [VOCABULARIES[request.param]]
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> SampledRows:
+    return sample_with(logits, rows, under_test[0])
 
 
 class Row(NamedTuple):
@@ -277,9 +296,9 @@ def test_plain_logprobs_have_the_bits_of_the_shared_functions(dtype, temperature
     """L6: what the trainer computes; both log-probs are one where nothing is on."""
     logits = logits_of(8, 501).to(dtype)
     result = drawn(logits, [row(i, temperature=temperature) for i in range(8)])
-    scaled = tempered(logits, torch.full((8,), temperature))
-    tokens = torch.from_numpy(result.tokens)
-    expected = gather_logprobs(scaled, normalizer(scaled), tokens).numpy()
+    t, tokens = torch.full((8,), temperature), torch.from_numpy(result.tokens)
+    lse, _ = under_test[0].log_normalizers(logits, t)
+    expected = under_test[0].gather(logits, t, tokens, lse).numpy()
     assert result.logprobs.tobytes() == expected.tobytes()
     assert result.sampling_logprobs.tobytes() == expected.tobytes()
     assert (result.logprobs <= 0).all()
@@ -534,8 +553,9 @@ def test_best_tokens(seed, k, ties, temperature):
     assert result.top_ids is not None and result.top_logprobs is not None
     assert result.top_ids.shape == result.top_logprobs.shape == (3, min(k, 50))
     for i, r in enumerate(rows):
-        scaled = tempered(logits[i : i + 1], torch.tensor([r.params.temperature]))
-        expected = (scaled - normalizer(scaled))[0].tolist()
+        t = torch.tensor([r.params.temperature])
+        lse, _ = under_test[0].log_normalizers(logits[i : i + 1], t)
+        expected = (tempered(logits[i : i + 1], t) - lse)[0].tolist()
         order = sorted(range(50), key=lambda t, e=expected: (-e[t], t))[:k]
         assert result.top_ids[i].tolist() == order
         assert result.top_logprobs[i].tolist() == [expected[t] for t in order]
@@ -606,6 +626,7 @@ def test_what_is_off_adds_no_pass_over_the_logits():
 
 def test_greedy_batches_compute_no_distribution():
     greedy = operations(columns([row(i, temperature=0.0, top_p=0.5) for i in range(4)]))
+    under_test[:] = [VOCABULARIES["portable"]]  # of a kernel, no operation is seen
     drawing = operations(columns([row(i) for i in range(4)]))
     assert not {name for name in greedy if name.startswith(("cumsum", "exp", "searchsorted"))}
     assert any(name.startswith("cumsum") for name in drawing)

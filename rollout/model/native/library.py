@@ -10,9 +10,10 @@ from attention.native.build import load_library
 from attention.native.kernels import SIMD, declare
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("linear", "rows"))
+SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("linear", "rows", "vocabulary"))
 
 _P, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ROWS = [_P, _INT, _INT, _P]
 _HEADS = [_P, _INT, _INT, _INT, _INT, _P, _P, _P, _P, _P, _FLOAT]
 
 
@@ -27,4 +28,8 @@ def library() -> ctypes.CDLL:
     declare(loaded, "rotate_backward", [*_HEADS, *[_P] * 6])
     declare(loaded, "silu_mul", [_P, _INT, _INT, _P])
     declare(loaded, "silu_mul_backward", [_P, _INT, _INT, _P, _P])
+    declare(loaded, "log_normalizers", [*_ROWS, _P, _P])
+    declare(loaded, "sample_rows", [*_ROWS, _P, _P, _P, _P, _P])
+    declare(loaded, "gather_logprobs", [*_ROWS, _P, _P, _P])
+    declare(loaded, "score_gradient", [*_ROWS, _P, _P, _P, _P, _P])
     return loaded

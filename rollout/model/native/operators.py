@@ -12,6 +12,7 @@ from torch import Tensor
 from rollout.model.fusion import linear_with
 from rollout.model.native.library import library
 from rollout.model.rotary import Rotation
+from rollout.model.vocabulary import NativeVocabulary
 
 
 class NativeOperators:
@@ -19,6 +20,7 @@ class NativeOperators:
 
     name = "native"
     exact = True
+    vocabulary = NativeVocabulary()
 
     def __init__(self) -> None:
         library()
