@@ -16,6 +16,7 @@
 
 namespace {
 
+constexpr int64_t PARALLEL_FROM = 8;  // sequences whose keys and values one thread stores alone
 constexpr int ROWS_PER_TILE = 48;  // query tokens times the heads of one group, about
 constexpr int WORTH_SHARING = 32;  // positions in the same slots that make one tile of two sequences
 constexpr int ROWS_AT_ONCE = VECTOR_REGISTERS / REGISTERS_PER_F16 >= 32 ? 6 : 1;
@@ -328,6 +329,7 @@ extern "C" void attend(const Step* step, const Heads* heads, const Slots* slots,
 extern "C" void store_step(const Step* step, const Heads* heads, const Slots* slots,
                            const float* k, const float* v, int64_t kv_stride, float* keys,
                            float* values) {
+#pragma omp parallel for schedule(static) if (step->sequences >= PARALLEL_FROM)
     for (int64_t s = 0; s < step->sequences; s++) {
         const int64_t start = step->query_start_loc[s];
         const int64_t queries = step->query_start_loc[s + 1] - start;

@@ -46,7 +46,7 @@ def test_a_library_is_compiled_once_and_again_when_anything_changes(tmp_path):
 
 
 def test_what_goes_wrong_is_said(tmp_path, monkeypatch):
-    with pytest.raises(BuildFailed, match="kernel.cpp"):
+    with pytest.raises(BuildFailed, match=r"kernel\.cpp"):
         load_library("x", [source(tmp_path, "this is not C++")], cache=tmp_path)
     fine = source(tmp_path, 'extern "C" int answer() { return 42; }')
     blocked = tmp_path / "file"
@@ -114,7 +114,7 @@ def test_without_a_compiler_the_portable_road_is_taken(tmp_path):
 def test_what_it_does_not_serve_is_refused():
     metadata = AttentionMetadata.packed([3])
     q = torch.randn(3, 2, 40)
-    with pytest.raises(ValueError, match="multiple of 16.*tiled"):
+    with pytest.raises(ValueError, match=r"multiple of 16.*tiled"):
         PackedAttention(metadata, NativeAttention(), 1, CPU).attend(0, q, q, q)
     q = torch.randn(3, 2, 32, dtype=torch.float64)
     with pytest.raises(ValueError, match="fp32"):
@@ -173,11 +173,13 @@ def test_the_sanitizers_find_nothing(tmp_path):
     kernels = sorted((ROOT / "rollout/model/native").glob("*.cpp"))
     for number, sources in enumerate((SOURCES, kernels)):
         subprocess.run(
-            [compiler, "-g", "-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-march=native"]
-            + ["-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-            + [*map(str, sources), "-o", str(tmp_path / f"{number}.so")],
+            [
+                compiler, "-g", "-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-march=native",
+                "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+                *map(str, sources), "-o", str(tmp_path / f"{number}.so"),
+            ],
             check=True,
-        )
+        )  # fmt: skip
     assert SIMD.exists()
     environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run(

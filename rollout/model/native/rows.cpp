@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t PARALLEL_FROM = 1 << 16;  // floats: below, waking threads costs more than it saves
+constexpr int64_t PARALLEL_FROM = 1 << 13;  // floats: below, a second thread is not worth its waking
 constexpr int64_t ROWS_PER_PARTIAL = 64;    // rows whose weight gradients are summed first
 
 // 1 / sqrt(mean(x^2) + eps)

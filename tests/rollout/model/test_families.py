@@ -107,8 +107,8 @@ def test_logits_equal_transformers_both_ways(
     assert parameters.keys() == dict(again.named_parameters()).keys()
     for name, p in again.named_parameters():
         assert torch.equal(p, parameters[name]), name
-    for left, right in zip(their_logits(again, sequences), expected, strict=True):
-        assert torch.equal(left, right)
+    # Not to the bit: stock matrix products depend on where in memory equal weights lie.
+    assert largest_gap(their_logits(again, sequences), expected) < 1e-5
     assert again.generation_config.eos_token_id == theirs.generation_config.eos_token_id
 
 
