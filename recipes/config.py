@@ -71,6 +71,8 @@ class RolloutConfig:
         max_tokens: longest completion, in tokens
         temperature: of the sampled distribution; the trainer scores at the same one
         max_batch_size: sequences an engine computes at once; more of them queue
+        exact: true to refuse to run where log-probs are not bit for bit the trainer's, false to do
+            without that proof; null for true on a CPU in fp32 and false elsewhere
     """
 
     actors: int = 2
@@ -79,6 +81,7 @@ class RolloutConfig:
     max_tokens: int = 16
     temperature: float = 1.0
     max_batch_size: int = 64
+    exact: bool | None = None
 
     def __post_init__(self) -> None:
         _at_least("rollout.actors", self.actors, 1)

@@ -91,7 +91,9 @@ def run(config: GrpoConfig, output: Path, task: Task | None = None) -> int:
                 model_location(config.model, output, config.seed),
                 rollout_actors=config.rollout.actors,
                 trainer=_trainer_config(config),
-                engine=EngineConfig(max_batch_size=config.rollout.max_batch_size),
+                engine=EngineConfig(
+                    max_batch_size=config.rollout.max_batch_size, exact=config.rollout.exact
+                ),
             ) as colocation:
                 exit_code = train(config, task, colocation, metrics, record, output)
         except BaseException as error:
@@ -149,6 +151,7 @@ def train(
     # Starting Ray put its own SIGTERM handler in place; within the loop it is ours again.
     with stop_signals(), RunDisplay(config.name, config.steps) as display:
         try:
+            record.exactness = colocation.exactness
             if config.warm_start.steps:
                 if not isinstance(task, Demonstrates):
                     raise RunError(

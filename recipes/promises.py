@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rollout import Exactness
+
 Record = Mapping[str, float]
 
 
@@ -51,6 +53,26 @@ def check_promises(history: Sequence[Record]) -> list[PromiseCheck]:
         _versions_rise(history),
         _one_version_per_rollout(history),
     ]
+
+
+def check_exactness(exactness: Mapping[str, Exactness]) -> PromiseCheck:
+    """The row of the start-up probes, by process. A probe that fails ends a run, so a mode that is
+    off is all that is left to report."""
+    promise = "start-up probe: engine and trainer compute the same bits"
+    probes = [e.probe for e in exactness.values() if e.probe is not None]
+    off = sorted({e.reason for e in exactness.values() if not e.on})
+    if off or not probes:
+        why = f"not promised: {'; '.join(off)}" if off else "not measured"
+        return PromiseCheck(promise, why, "0 differ", None)
+    numbers = sum(probe.comparisons for probe in probes)
+    differing = len({probe.fingerprint for probe in probes}) - 1
+    return PromiseCheck(
+        promise,
+        f"0 of {numbers:,} numbers differ in {len(probes)} processes "
+        f"(at most {max(probe.seconds for probe in probes):.2f} s)",
+        "0 differ",
+        differing == 0 and all(probe.held for probe in probes),
+    )
 
 
 def _exact(

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from recipes.config import GrpoConfig
 from recipes.evaluation import Evaluation
 from recipes.progress import format_duration
-from recipes.promises import PromiseCheck, check_promises
+from recipes.promises import PromiseCheck, check_exactness, check_promises
+from rollout import Exactness
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class RunRecord:
     weights_bytes: int = 0
     memory_before: Mapping[str, int] = field(default_factory=dict)
     memory_after: Mapping[str, int] = field(default_factory=dict)
+    exactness: Mapping[str, Exactness] = field(default_factory=dict)
     checkpoint: Path | None = None
     steps_done: int = 0
     seconds: float = 0.0
@@ -44,7 +46,7 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         _head(record),
         _heldout(record.evaluations, bool(record.config.warm_start.steps)),
         _training(record.training_steps),
-        _promises(check_promises(record.training_steps)),
+        _promises([check_exactness(record.exactness), *check_promises(record.training_steps)]),
         _memory(record),
         _examples(record.evaluations),
     ]

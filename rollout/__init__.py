@@ -3,6 +3,7 @@
 from rollout.core import EngineReleased
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
+from rollout.exactness import Exactness, ExactnessRefused
 from rollout.model import Decoder, DecoderConfig, load_pretrained, save_pretrained
 from rollout.policy import (
     LocalGate,
@@ -22,6 +23,8 @@ __all__ = [
     "DecoderConfig",
     "EngineConfig",
     "EngineReleased",
+    "Exactness",
+    "ExactnessRefused",
     "LocalGate",
     "PoisonedWeights",
     "Rollout",

@@ -39,11 +39,12 @@ class RolloutActor:
         return RolloutBatch.from_rollouts(rollouts)
 
     def describe(self) -> dict[str, Any]:
-        """Who this is and what it reads: answered as soon as the engine is ready."""
+        """Who this is, what it reads and promises: answered as soon as the engine is ready."""
         return {
             "pid": os.getpid(),
             "policy_version": self._engine.policy_version,
             "backend": self._engine.backend_name,
+            "exactness": self._engine.exactness,
         }
 
     def get_stats(self) -> dict[str, Any]:

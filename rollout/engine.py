@@ -24,6 +24,7 @@ from rollout.construction import (
     kv_storage,
 )
 from rollout.core import IN_FLIGHT_MODES, EngineCore
+from rollout.exactness import settle
 from rollout.model import Decoder, attention_for
 from rollout.policy import LocalGate, WeightGate
 from rollout.request import PromptTask, Request, Rollout, prompt_tasks
@@ -55,6 +56,9 @@ class RolloutEngine:
     num_kv_blocks, kv_cache_bytes: the KV budget, one of them; default: enough for
         `max_batch_size` full sequences, at most 2 GiB.
     run_seed: from which seeds are derived for prompts whose `seed` is None.
+    exact: True = log-probs bit for bit the trainer's, proved by a start-up probe or refused
+        (`ExactnessRefused`); None = on where the kernels claim it, a CPU in fp32; False = no probe.
+        `exactness` says what was settled.
     gate: who guards the weights; None = this process alone (`LocalGate`).
 
     Thread-safe: batches, tasks and updates of any thread are served by one scheduler, one step at
@@ -81,6 +85,7 @@ class RolloutEngine:
         kv_cache_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         run_seed: int = 0,
+        exact: bool | None = None,
         gate: WeightGate | None = None,
     ) -> None:
         self.model = model
@@ -135,6 +140,7 @@ class RolloutEngine:
             self._board.deliver,
         )
         self._serving = Serving(self._core, self._board)
+        self.exactness = self._core.snapshot(lambda _: settle(exact, model, self._backend))
         self._run_seed = run_seed
         self._next_uid = 0
 

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 class EngineConfig:
     """`RolloutEngine`'s settings, as they travel to rollout actors; names and defaults are its.
 
+    operators: name of the model's operators; None = the best that serve. Trainer and actors of a
+        run get the same ones, and the same attention backend.
     num_threads: CPU threads of one actor; None = the machine's cores shared among the actors.
     """
 
     max_batch_size: int = 64
     max_seq_len: int | None = None
     attention_backend: str | None = None
+    operators: str | None = None
+    exact: bool | None = None
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
     block_size: int = 16

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollout.actor import RolloutActor
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
+from rollout.exactness import Exactness, ExactnessRefused
 from rollout.model import Decoder, DecoderConfig
 from rollout.pool import RolloutPool
 from rollout.remote import wait_for
@@ -83,6 +84,9 @@ class Colocation:
     derived. start_timeout_s: for all actors together. call_timeout_s: for one training step or
     one batch of rollouts. Uses the Ray that runs (`RAY_ADDRESS`, `ray job submit`, an earlier
     `ray.init`), else starts one and ends it with the run.
+
+    exactness: what trainer and actors have settled, by name. Where the mode is on, they have also
+    shown each other the same bits (`ExactnessRefused` otherwise).
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Colocation:
         self.tokenizer = Tokenizer.from_folder(self._folder)
         self.trainer: TrainerHandle
         self.pool: RolloutPool
+        self.exactness: dict[str, Exactness] = {}
 
     def __enter__(self) -> Self:
         try:
@@ -136,13 +141,14 @@ class Colocation:
             ray.init(include_dashboard=False, logging_level="ERROR")
         cores = os.cpu_count() or 1
         trainer = self._remote(TrainerActor, self._trainer_config.num_threads or cores).remote(
-            str(self._folder), self._trainer_config
+            str(self._folder), self._trainer_config, self._engine_config
         )
         self._handles.append(trainer)
         weights = wait_for(
             trainer.weights.remote(), "trainer", "load the model", self._start_timeout_s
         )
         self.trainer = TrainerHandle(trainer, self._call_timeout_s)
+        self.exactness = {"trainer": weights.exactness}
         threads = self._engine_config.num_threads or max(1, cores // self._rollout_actors)
         build = partial(attach_engine, weights, self._engine_config)
         actors: dict[str, Any] = {}
@@ -152,7 +158,9 @@ class Colocation:
             actors[f"rollout-{index}"] = actor
         ready = {name: actor.describe.remote() for name, actor in actors.items()}
         for name, reference in ready.items():
-            wait_for(reference, name, "attach to the weights", self._start_timeout_s)
+            about = wait_for(reference, name, "attach to the weights", self._start_timeout_s)
+            self.exactness[name] = about["exactness"]
+        check_same_bits(self.exactness)
         self.pool = RolloutPool(
             actors, run_seed=self._run_seed, batch_timeout_s=self._call_timeout_s
         )
@@ -189,13 +197,33 @@ class Colocation:
             self._owns_ray = False
 
 
+def check_same_bits(exactness: Mapping[str, Exactness]) -> None:
+    """`ExactnessRefused` if processes whose mode is on have probed the same weights to other bits.
+
+    Each probe shows one process at one with itself; this shows them at one with each other.
+    """
+    prints = {name: e.probe.fingerprint for name, e in exactness.items() if e.probe is not None}
+    if len(set(prints.values())) > 1:
+        groups: dict[str, list[str]] = {}
+        for name, fingerprint in prints.items():
+            groups.setdefault(fingerprint, []).append(name)
+        sides = " and ".join("{" + ", ".join(names) + "}" for names in groups.values())
+        raise ExactnessRefused(
+            f"{sides} compute the same probe on the same weights to different bits: their "
+            "machines, compilers or libraries differ. Run them on equal machines, or with "
+            "EngineConfig(exact=False)"
+        )
+
+
 def attach_engine(weights: WeightsHandle, config: EngineConfig) -> RolloutEngine:
     """An engine in this process on the trainer's weights, mapped read-only; nothing is copied."""
     folder = Path(weights.model_folder)
-    model = Decoder(DecoderConfig.from_folder(folder), device="meta")
+    shape = DecoderConfig.from_folder(folder)
+    model = Decoder(shape, device="meta", operators=weights.operators)
     arena = WeightArena.attach(weights.arena)
     arena.bind(model, requires_grad=False)
     gate = SharedGate.attach(arena, weights.gate, model)
     settings = asdict(config)
-    del settings["num_threads"]
+    del settings["num_threads"], settings["operators"]
+    settings["attention_backend"] = weights.attention_backend
     return RolloutEngine(model, Tokenizer.from_folder(folder), gate=gate, **settings)

@@ -1,5 +1,4 @@
-"""TrainerActor: the process that owns the weights, the optimizer and the writer's side of the gate.
-"""
+"""TrainerActor: the process that owns the weights, the optimizer and the gate's writing side."""
 
 from __future__ import annotations
 
@@ -15,7 +14,9 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from rollout.model import Decoder, DecoderConfig, load_weights, save_pretrained
+from rollout.engine_config import EngineConfig
+from rollout.exactness import Exactness, settle
+from rollout.model import Decoder, DecoderConfig, attention_for, load_weights, save_pretrained
 from rollout.rollout_batch import RolloutBatch
 from rollout.tokenizer import Tokenizer
 from trainer_bridge.algorithm import Algorithm
@@ -28,11 +29,18 @@ from trainer_bridge.trainer_config import TrainerConfig
 
 @dataclass(frozen=True, slots=True)
 class WeightsHandle:
-    """All a rollout actor needs to read the trainer's weights. Pickleable, a few kilobytes."""
+    """All a rollout actor needs to read the trainer's weights. Pickleable, a few kilobytes.
+
+    operators, attention_backend: the names of those the trainer computes with; whoever computes
+    with others has other bits.
+    """
 
     model_folder: str
     arena: ArenaHandle
     gate: MemoryHandle
+    operators: str
+    attention_backend: str
+    exactness: Exactness
 
 
 class TrainerActor:
@@ -40,27 +48,41 @@ class TrainerActor:
 
     Made a Ray actor by `Colocation`, with `max_concurrency >= 2` so that it answers while it
     trains. Whatever reads or changes weights runs on one thread, so these calls take turns.
+    engine: of its settings the trainer shares `operators`, `attention_backend` and `exact`.
     """
 
-    def __init__(self, model_folder: str, config: TrainerConfig) -> None:
+    def __init__(
+        self, model_folder: str, config: TrainerConfig, engine: EngineConfig | None = None
+    ) -> None:
         threads = config.num_threads or os.cpu_count() or 1
         self._trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (threads,))
         self._folder = model_folder
-        self._trainer_thread.submit(self._load, config).result()
+        self._trainer_thread.submit(self._load, config, engine or EngineConfig()).result()
 
-    def _load(self, config: TrainerConfig) -> None:
+    def _load(self, config: TrainerConfig, engine: EngineConfig) -> None:
         model_folder = self._folder
-        self._model = Decoder(DecoderConfig.from_folder(Path(model_folder)), device="meta")
+        shape = DecoderConfig.from_folder(Path(model_folder))
+        self._model = Decoder(shape, device="meta", operators=engine.operators)
         self._arena = WeightArena.create(ArenaLayout.for_module(self._model))
         self._arena.bind(self._model, requires_grad=True)
         load_weights(self._model, Path(model_folder))
         self._gate = SharedGate.create(self._arena, self._model)
+        backend = attention_for(self._model, engine.attention_backend)
+        exactness = settle(engine.exact, self._model, backend)
         self._gate.open()
-        self._learner = Learner(self._model, self._gate, config)
+        self._learner = Learner(self._model, self._gate, config, backend)
+        self._weights = WeightsHandle(
+            model_folder,
+            self._arena.handle(),
+            self._gate.handle(),
+            self._model.operators.name,
+            backend.name,
+            exactness,
+        )
 
     def weights(self) -> WeightsHandle:
         """What `attach_engine` needs; valid while this process lives."""
-        return WeightsHandle(self._folder, self._arena.handle(), self._gate.handle())
+        return self._weights
 
     def step(
         self,

@@ -2,7 +2,9 @@
 
 import pytest
 
-from recipes.promises import check_promises
+from recipes.promises import check_exactness, check_promises
+from rollout import Exactness
+from rollout.exactness import ProbeResult
 
 GOOD = {
     "publication/bytes_copied": 0.0,
@@ -43,3 +45,22 @@ def test_nothing_measured_is_said():
         checks = check_promises(history)
         assert [check.holds for check in checks] == [None] * 5
         assert all(check.measured == "not measured" for check in checks)
+
+
+def exactness(fingerprint="a", held=True):
+    return Exactness(True, "", ProbeResult(held, "", 1000, 0.25, fingerprint))
+
+
+def test_the_probes_of_all_processes_are_one_row():
+    check = check_exactness({"trainer": exactness(), "rollout-0": exactness()})
+    assert check.holds is True
+    assert check.measured == "0 of 2,000 numbers differ in 2 processes (at most 0.25 s)"
+    assert check_exactness({"trainer": exactness(), "rollout-0": exactness("b")}).holds is False
+
+
+def test_a_mode_that_is_off_is_not_a_promise():
+    off = Exactness(False, "switched off (exact=False)")
+    check = check_exactness({"trainer": off, "rollout-0": off})
+    assert check.holds is None and check.measured == "not promised: switched off (exact=False)"
+    assert check_exactness({"trainer": exactness(), "rollout-0": off}).holds is None
+    assert check_exactness({}).measured == "not measured"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -15,12 +16,20 @@ import pytest
 import ray
 import torch
 
-from rollout import EngineConfig, RolloutEngine, SamplingParams, load_pretrained, save_pretrained
+from rollout import (
+    EngineConfig,
+    Exactness,
+    ExactnessRefused,
+    RolloutEngine,
+    SamplingParams,
+    load_pretrained,
+    save_pretrained,
+)
 from rollout.policy import PoisonedWeights, ReadOnlyWeights
 from tests.folders import word_tokenizer
 from tests.models import tiny_model
 from trainer_bridge import Colocation, TrainerConfig, score
-from trainer_bridge.colocation import attach_engine
+from trainer_bridge.colocation import attach_engine, check_same_bits
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -63,6 +72,27 @@ def advantages(batch) -> np.ndarray:
 def scale_norm(model, factor: float = 1.5) -> str:
     model.model.norm.weight.mul_(factor)
     return "scaled"
+
+
+def test_processes_have_shown_each_other_the_same_bits(run):
+    assert set(run.exactness) == {"trainer", "rollout-0", "rollout-1"}
+    assert all(e.on for e in run.exactness.values())
+    other = dataclasses.replace(run.exactness["rollout-1"].probe, fingerprint="other")
+    with pytest.raises(ExactnessRefused, match=r"\{trainer, rollout-0\} and \{rollout-1\}"):
+        check_same_bits(run.exactness | {"rollout-1": Exactness(True, "", other)})
+
+
+def test_the_trainer_computes_with_what_the_actors_were_given(folder):
+    """Kernels of one's choice are as exact: both sides get them, or the first step tells."""
+    engine = EngineConfig(
+        max_batch_size=8, num_threads=1, attention_backend="tiled", operators="portable"
+    )
+    trainer = TrainerConfig(num_threads=1)
+    with Colocation(folder, rollout_actors=1, trainer=trainer, engine=engine) as run:
+        batch = run.pool.run_batch(PROMPTS, PARAMS)
+        stats = run.trainer.step(batch, advantages(batch))
+    assert stats["sampling/sampling_logp_difference/max"] == 0
+    assert list(batch) != in_process(folder)  # other kernels, other bits
 
 
 def test_a_step_over_actors(folder, run, tmp_path):
