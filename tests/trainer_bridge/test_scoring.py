@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from attention import AttentionMetadata, PackedAttention, select_backend
 from rollout import Rollout, RolloutBatch, RolloutEngine, SamplingParams
 from tests.models import VOCABULARY, tiny_model
 from trainer_bridge import score
@@ -167,6 +168,107 @@ def test_gradient_against_stock_autograd():
     for name, gradient in gradients(exact).items():
         scale = float(gradient.abs().max())
         assert float((own[name].double() - gradient).abs().max()) <= 2e-4 * scale, name
+
+
+@torch.no_grad()
+def moved(model, found, name: str, direction: torch.Tensor) -> float:
+    """Summed log-probs, all in float64, with one parameter moved by `direction`."""
+    parameter, total = model.get_parameter(name), 0.0
+    before = parameter.clone()
+    parameter.add_(direction)
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    for r in found:
+        ids = torch.tensor(r.prompt_token_ids + r.token_ids)
+        metadata = AttentionMetadata.packed([len(ids)])
+        attention = PackedAttention(metadata, select_backend("reference"), group, ids.device)
+        logits = model.logits(model(ids, torch.arange(len(ids)), attention))
+        logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])
+        total += float(logprobs[-len(r.token_ids) :].sum())
+    parameter.copy_(before)
+    return total
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_gradient_against_float64_finite_differences(family):
+    """The backward kernels, through the whole model, against nothing but forwards."""
+    model = tiny_model(family, num_hidden_layers=2)
+    found = RolloutEngine(model).run_batch(
+        workload(3, 40), n=2, max_tokens=12, seed=1, return_details=True
+    )
+    torch.cat(score(model, found)).sum().backward()
+    wide = tiny_model(family, num_hidden_layers=2).double()
+    generator = torch.Generator().manual_seed(0)
+    for name, own in model.named_parameters():
+        noise = torch.randn(own.shape, generator=generator, dtype=torch.float64)
+        # along the gradient and across it: a wrong direction is seen as well as a wrong length
+        gradient = own.grad.double()
+        direction = gradient / gradient.norm() + noise / noise.norm()
+        step = 1e-5
+        ends = [moved(wide, found, name, sign * step * direction) for sign in (1, -1)]
+        slope = (ends[0] - ends[1]) / (2 * step)
+        assert abs(float((gradient * direction).sum()) - slope) <= 1e-4 * gradient.norm(), name
+
+
+def test_frozen_parameters_leave_the_others_their_bits():
+    """A part trained alone: same log-probs, same gradients, none for what is frozen."""
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch(
+        workload(3, 60), n=2, max_tokens=20, seed=1, return_details=True
+    )
+    torch.cat(score(model, found)).sum().backward()
+    whole = gradients(model)
+    for trained in ("q_proj", "up_proj", "layernorm", "embed_tokens"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        model.zero_grad()
+        logprobs = score(model, found)
+        assert all(s.detach().tolist() == r.logprobs for s, r in zip(logprobs, found, strict=True))
+        torch.cat(logprobs).sum().backward()
+        for name, parameter in model.named_parameters():
+            if trained not in name:
+                assert parameter.grad is None, name
+            else:
+                assert torch.equal(parameter.grad, whole[name]), name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradient_checkpointing_changes_no_bit(frozen):
+    """Forward and backward, also where the first layers need no gradient."""
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch(
+        workload(3, 60), n=2, max_tokens=20, seed=1, return_details=True
+    )
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.2" in name)
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        logprobs = score(model, found)
+        assert all(s.detach().tolist() == r.logprobs for s, r in zip(logprobs, found, strict=True))
+        torch.cat(logprobs).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = run()
+    calls: list[int] = []
+    model.model.layers[2].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable()
+    again = run()
+    assert len(calls) == 2  # computed again in backward, or nothing was checkpointed
+    assert len(plain) == len(again) and all(map(torch.equal, plain, again))
+
+
+def test_micro_batches_add_up_to_the_gradient_of_the_whole():
+    model = tiny_model()
+    found = RolloutEngine(model).run_batch(
+        workload(4, 60), n=3, max_tokens=20, seed=1, return_details=True
+    )
+    torch.cat(score(model, found)).sum().backward()
+    whole = gradients(model)
+    torch.cat(score(model, found, micro_batch_tokens=50)).sum().backward()
+    for name, gradient in gradients(model).items():
+        scale = float(whole[name].abs().max())
+        assert float((whole[name] - gradient).abs().max()) <= 1e-5 * scale, name
 
 
 def test_rollouts_of_different_prompts_are_never_merged():
