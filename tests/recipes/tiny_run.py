@@ -18,7 +18,7 @@ from rollout import Decoder, DecoderConfig, RolloutBatch, SamplingParams, save_p
 from rollout import Tokenizer as PolicyTokenizer
 from rollout.engine_config import EngineConfig
 from trainer_bridge import TrainerConfig
-from trainer_bridge.colocation import attach_engine
+from trainer_bridge.colocation import attach_engine, check_same_bits
 from trainer_bridge.trainer_actor import TrainerActor
 
 LETTERS = "abcdefgh"
@@ -133,8 +133,13 @@ class LocalColocation:
         engine: EngineConfig,
     ) -> None:
         torch.set_num_threads(1)
-        self.trainer = TrainerActor(str(model_folder), replace(trainer, num_threads=1))
-        self.pool = LocalPool(attach_engine(self.trainer.weights(), engine))
+        self.trainer = TrainerActor(str(model_folder), replace(trainer, num_threads=1), engine)
+        weights = self.trainer.weights()
+        self.pool = LocalPool(attach_engine(weights, engine))
+        self.exactness = {
+            "trainer": weights.exactness, "rollout-0": self.pool.engine.exactness,
+        }  # fmt: skip
+        check_same_bits(self.exactness)
         self.tokenizer = PolicyTokenizer.from_folder(model_folder)
 
     def __enter__(self) -> Self:
