@@ -38,6 +38,9 @@ class EngineFailed(RuntimeError):
 class EngineProcess:
     """An engine in a process of its own, with a session of its own so that it ends whole.
 
+    Between its answers it is stopped (SIGSTOP), with all its threads: workers that spin while they
+    wait would take the cores of the engine whose turn it is.
+
     log: file that takes whatever the engine's libraries print. timeout_s: the most that one answer,
     or the start, may take. Use it as a context manager, or call `close`.
     """
@@ -79,10 +82,12 @@ class EngineProcess:
 
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):  # it has ended: reading says so, with the reason
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._read_line())
+        self._signal(signal.SIGSTOP)
         if "error" in answer:
             raise EngineFailed(answer["error"])
         return answer
@@ -107,19 +112,24 @@ class EngineProcess:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else "it printed nothing"
 
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
     def close(self) -> None:
         """End the process and whatever it has started; idempotent."""
         if self._closed:
             return
         self._closed = True
+        self._signal(signal.SIGCONT)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
                     pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        with suppress(ProcessLookupError):  # its children may outlive it
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)  # its children may outlive it
         self._process.wait()
 
     def __enter__(self) -> EngineProcess:
