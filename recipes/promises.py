@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rollout import Exactness
+from rollout.exactness import Exactness, alike
 
 Record = Mapping[str, float]
 
@@ -56,23 +56,25 @@ def check_promises(history: Sequence[Record]) -> list[PromiseCheck]:
 
 
 def check_exactness(exactness: Mapping[str, Exactness]) -> PromiseCheck:
-    """The row of the start-up probes, by process. A probe that fails ends a run, so a mode that is
-    off is all that is left to report."""
+    """The row of the start-up probes, of all processes together."""
     promise = "start-up probe: engine and trainer compute the same bits"
     probes = [e.probe for e in exactness.values() if e.probe is not None]
     off = sorted({e.reason for e in exactness.values() if not e.on})
     if off or not probes:
         why = f"not promised: {'; '.join(off)}" if off else "not measured"
         return PromiseCheck(promise, why, "0 differ", None)
+    failed = [f"{name}: {e.probe.reason}" for name, e in exactness.items()
+              if e.probe is not None and not e.probe.held]  # fmt: skip
+    if len(alike(exactness)) > 1:
+        failed.append("the processes do not see the same bits")
+    if failed:
+        return PromiseCheck(promise, "; ".join(failed), "0 differ", False)
     numbers = sum(probe.comparisons for probe in probes)
-    differing = len({probe.fingerprint for probe in probes}) - 1
-    return PromiseCheck(
-        promise,
+    measured = (
         f"0 of {numbers:,} numbers differ in {len(probes)} processes "
-        f"(at most {max(probe.seconds for probe in probes):.2f} s)",
-        "0 differ",
-        differing == 0 and all(probe.held for probe in probes),
+        f"(at most {max(probe.seconds for probe in probes):.2f} s)"
     )
+    return PromiseCheck(promise, measured, "0 differ", True)
 
 
 def _exact(

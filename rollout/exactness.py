@@ -33,8 +33,8 @@ SCORED = 2
 """Positions of each sequence whose next token is drawn: its last ones, as decodes."""
 LAYERS = 1
 
-Step = Mapping[int, int]
-"""Sequence -> new tokens."""
+Steps = Sequence[Mapping[int, int]]
+"""For each step: sequence -> new tokens."""
 
 
 class ExactnessRefused(RuntimeError):
@@ -109,9 +109,9 @@ def probe(model: Decoder, backend: AttentionBackend) -> ProbeResult:
     started = time.perf_counter()
     trial = _Trial(model, backend)
     several = max(2, torch.get_num_threads())
-    with _threads(several):
+    with torch_threads(several):
         drawn = trial.paged(16, _CHUNKED)
-        with _threads(1):
+        with torch_threads(1):
             alone = trial.paged(8, _AT_ONCE)
             single = trial.packed(drawn.tokens)
         packed = trial.packed(drawn.tokens)
@@ -129,19 +129,15 @@ def probe(model: Decoder, backend: AttentionBackend) -> ProbeResult:
     )
 
 
-def _steps(*steps: Step) -> Sequence[Step]:
-    return steps
-
-
 _DECODED = [length - SCORED for length in LENGTHS]
-_CHUNKED = _steps(
+_CHUNKED: Steps = (
     {0: 37, 2: 5},
     {3: _DECODED[3], 1: _DECODED[1] - SHARED, 0: _DECODED[0] - 37, 2: _DECODED[2] - 5},
     {0: 1, 1: 1, 2: 1, 3: 1},
     {2: 1},
     {3: 1, 0: 1, 1: 1},
 )
-_AT_ONCE = _steps({2: LENGTHS[2], 0: LENGTHS[0], 3: LENGTHS[3], 1: LENGTHS[1] - SHARED})
+_AT_ONCE: Steps = ({2: LENGTHS[2], 0: LENGTHS[0], 3: LENGTHS[3], 1: LENGTHS[1] - SHARED},)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +184,9 @@ class _Trial:
         self._device, self._dtype = weight.device, weight.dtype
         self._group = config.num_attention_heads // config.num_key_value_heads
         rng = np.random.default_rng(0)
-        self._ids = [rng.integers(0, config.vocab_size, length) for length in LENGTHS]
-        self._ids[1][:SHARED] = self._ids[0][:SHARED]
         self._starts = np.concatenate(([0], np.cumsum(LENGTHS)))
+        self._ids = rng.integers(0, config.vocab_size, sum(LENGTHS))
+        self._ids[LENGTHS[0] :][:SHARED] = self._ids[:SHARED]
         self._scored = np.concatenate(
             [np.arange(end - SCORED, end) for end in self._starts[1:]]
         )
@@ -203,7 +199,7 @@ class _Trial:
         metadata = AttentionMetadata.packed(list(LENGTHS))
         attention = PackedAttention(metadata, self._backend, self._group, self._device)
         with torch.enable_grad():
-            hidden = self._forward(np.concatenate(self._ids), metadata, attention)
+            hidden = self._forward(self._ids, metadata, attention)
             rows = hidden.index_select(0, torch.from_numpy(self._scored).to(self._device))
             logprobs, _ = score_rows(
                 rows, self._model.output_weight, tokens.clamp(min=0), self._temperature,
@@ -212,13 +208,12 @@ class _Trial:
         return self._bits(hidden.detach(), tokens, logprobs.detach())
 
     @torch.no_grad()
-    def paged(self, block_size: int, steps: Sequence[Step]) -> _Bits:
+    def paged(self, block_size: int, steps: Steps) -> _Bits:
         """The engine's road: keys and values in pages, tokens drawn."""
         config, model = self._model.config, self._model
         table, blocks = _block_table(block_size)
-        layers = min(LAYERS, config.num_hidden_layers)
         shape = KVShape(
-            layers, config.num_key_value_heads, config.head_dim, block_size, self._dtype
+            LAYERS, config.num_key_value_heads, config.head_dim, block_size, self._dtype
         )
         pages = KVStorage(shape, blocks, self._device).pages
         hidden = torch.zeros(
@@ -236,8 +231,7 @@ class _Trial:
             )
             places = self._starts[order][metadata.token_sequence] + metadata.positions
             attention = PagedAttention(metadata, pages, self._backend, self._group)
-            ids = np.concatenate(self._ids)[places]
-            out = self._forward(ids, metadata, attention)
+            out = self._forward(self._ids[places], metadata, attention)
             hidden[torch.from_numpy(places)] = out
             drawn = np.flatnonzero(np.isin(places, self._scored))
             if len(drawn):
@@ -276,6 +270,19 @@ class _Trial:
         return hidden
 
 
+def alike(exactness: Mapping[str, Exactness]) -> list[list[str]]:
+    """Names of processes whose mode is on, those together whose probes saw the same bits.
+
+    Each probe shows one process at one with itself; on equal weights, a single group shows them at
+    one with each other.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, settled in exactness.items():
+        if settled.probe is not None:
+            groups.setdefault(settled.probe.fingerprint, []).append(name)
+    return list(groups.values())
+
+
 def _block_table(block_size: int) -> tuple[NDArray[np.int64], int]:
     """Blocks of each sequence, the shared beginning in those of sequence 0, and their number."""
     width = -(-max(LENGTHS) // block_size)
@@ -286,7 +293,8 @@ def _block_table(block_size: int) -> tuple[NDArray[np.int64], int]:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """As many torch threads in this thread's operations; at the end as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

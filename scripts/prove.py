@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -102,7 +101,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     proved = True
     try:
         with models(args.model) as chosen:

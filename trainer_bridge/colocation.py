@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollout.actor import RolloutActor
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.exactness import Exactness, ExactnessRefused
+from rollout.exactness import Exactness, ExactnessRefused, alike
 from rollout.model import Decoder, DecoderConfig
 from rollout.pool import RolloutPool
 from rollout.remote import wait_for
@@ -198,16 +198,11 @@ class Colocation:
 
 
 def check_same_bits(exactness: Mapping[str, Exactness]) -> None:
-    """`ExactnessRefused` if processes whose mode is on have probed the same weights to other bits.
-
-    Each probe shows one process at one with itself; this shows them at one with each other.
-    """
-    prints = {name: e.probe.fingerprint for name, e in exactness.items() if e.probe is not None}
-    if len(set(prints.values())) > 1:
-        groups: dict[str, list[str]] = {}
-        for name, fingerprint in prints.items():
-            groups.setdefault(fingerprint, []).append(name)
-        sides = " and ".join("{" + ", ".join(names) + "}" for names in groups.values())
+    """`ExactnessRefused` if processes whose mode is on have probed the same weights to other
+    bits."""
+    groups = alike(exactness)
+    if len(groups) > 1:
+        sides = " and ".join("{" + ", ".join(names) + "}" for names in groups)
         raise ExactnessRefused(
             f"{sides} compute the same probe on the same weights to different bits: their "
             "machines, compilers or libraries differ. Run them on equal machines, or with "

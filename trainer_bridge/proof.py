@@ -31,6 +31,7 @@ from rollout import (
     SamplingParams,
     load_pretrained,
 )
+from rollout.exactness import torch_threads
 from trainer_bridge.colocation import Colocation
 from trainer_bridge.scoring import score
 from trainer_bridge.trainer_config import TrainerConfig
@@ -135,8 +136,8 @@ def prove(
             raise ValueError(f"several actors need a folder; {model} is none")
     started = time.monotonic()
     proof = Proof(threads=tuple(threads), actors=tuple(actors))
-    prover = _Prover(decoder, random.Random(seed), tuple(threads), proof)
-    with _thread_count_kept():
+    with torch_threads(torch.get_num_threads()):
+        prover = _Prover(decoder, random.Random(seed), proof)
         for index, count in enumerate(actors):
             goal = tokens * (index + 1) // len(actors)
             with ExitStack() as stack:
@@ -148,9 +149,23 @@ def prove(
                     prover.round(run)
                     if progress is not None:
                         progress(proof.scored.tokens)
-        prover.control(control_tokens, seed)
+        proof.control = _control(decoder, random.Random(seed), proof.threads, control_tokens)
     proof.seconds = time.monotonic() - started
     return proof
+
+
+def _control(
+    model: Decoder, rng: random.Random, threads: tuple[int, ...], tokens: int
+) -> Comparison:
+    """The same comparison with the mechanism off: stock operations on both sides."""
+    exact, model.operators = model.operators, "stock"
+    try:
+        prover = _Prover(model, rng, Proof(threads=threads), attention="reference")
+        while prover.proof.scored.tokens < tokens:
+            prover.score(prover.in_process(prover.workload()))
+        return prover.proof.scored
+    finally:
+        model.operators = exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +190,16 @@ Run = Callable[[_Workload], list[Rollout]]
 
 
 class _Prover:
-    """Draws workloads and settings, and fills the proof."""
+    """Draws workloads and settings, and fills the proof.
+
+    Its engines run without the start-up probe: what that would refuse is for the proof to show.
+    """
 
     def __init__(
-        self, model: Decoder, rng: random.Random, threads: tuple[int, ...], proof: Proof
+        self, model: Decoder, rng: random.Random, proof: Proof, attention: str | None = None
     ) -> None:
-        self._model, self._rng, self._threads, self._proof = model, rng, threads, proof
+        self.proof = proof
+        self._model, self._rng, self._attention = model, rng, attention
         context = model.config.max_position_embeddings or 1 << 30
         self._longest_prompt = max(2, min(LONGEST_PROMPT, context // 2))
         self._longest_output = max(1, min(LONGEST_OUTPUT, context - self._longest_prompt))
@@ -188,49 +207,46 @@ class _Prover:
 
     def round(self, run: Run) -> None:
         """One workload, scored; a part of it again, in another order and company."""
-        workload = self._workload()
+        workload = self.workload()
         found = run(workload)
-        self._compare_with_trainer(found, self._proof.scored, None)
+        self.score(found)
         again = self._rng.sample(range(len(workload.prompts)), max(2, len(workload.prompts) // 4))
-        repeated = self.in_process(workload.part(again), any_size=True)
+        repeated = self.in_process(workload.part(again), smallest_batch=1)
         by_prompt: dict[int, list[Rollout]] = {}
         for rollout in found:
             by_prompt.setdefault(rollout.prompt_index, []).append(rollout)
         before = [rollout for i in again for rollout in by_prompt[i]]
         for first, second in zip(before, repeated, strict=True):
             if first.token_ids != second.token_ids:
-                self._proof.other_tokens += len(first.token_ids)
+                self.proof.other_tokens += len(first.token_ids)
                 continue
-            self._proof.repeated.add(
+            self.proof.repeated.add(
                 np.array(first.logprobs, np.float32), np.array(second.logprobs, np.float32)
             )
 
-    def control(self, tokens: int, seed: int) -> None:
-        """The same comparison with the mechanism off: stock operations on both sides."""
-        self._rng = random.Random(seed)
-        exact = self._model.operators
-        self._model.operators = "stock"
-        try:
-            while self._proof.control.tokens < tokens:
-                found = self._engine_run(self._workload(), 8, "reference", exact=False)
-                self._compare_with_trainer(found, self._proof.control, "reference")
-        finally:
-            self._model.operators = exact
-
-    def in_process(self, workload: _Workload, any_size: bool = False) -> list[Rollout]:
+    def in_process(self, workload: _Workload, smallest_batch: int = 8) -> list[Rollout]:
         """One engine in this process, its limits drawn at random."""
-        return self._engine_run(workload, 1 if any_size else 8, None, exact=True)
+        settings = self._settings(smallest_batch, workload.longest)
+        torch.set_num_threads(self._rng.choice(self.proof.threads))
+        engine = RolloutEngine(
+            self._model, attention_backend=self._attention, exact=False, **settings
+        )
+        found: list[Rollout] = engine.run_batch(
+            workload.prompts, workload.params, return_details=True
+        )
+        self._count_settings([engine.get_stats()])
+        return found
 
     @contextmanager
     def over_actors(self, folder: Path, count: int) -> Iterator[Run]:
         """Rollout actors in processes of their own, on the weights that a trainer loaded."""
         settings = self._settings(8, self._longest_prompt + self._longest_output)
-        threads = self._rng.choice(self._threads)
+        threads = self._rng.choice(self.proof.threads)
         with Colocation(
             folder,
             rollout_actors=count,
-            trainer=TrainerConfig(num_threads=self._rng.choice(self._threads)),
-            engine=EngineConfig(exact=True, num_threads=threads, **settings),
+            trainer=TrainerConfig(num_threads=self._rng.choice(self.proof.threads)),
+            engine=EngineConfig(exact=False, num_threads=threads, **settings),
         ) as run:
 
             def run_batch(workload: _Workload) -> list[Rollout]:
@@ -239,34 +255,14 @@ class _Prover:
             yield run_batch
             self._count_settings(run.pool.get_stats())
 
-    def _engine_run(
-        self, workload: _Workload, smallest_batch: int, attention: str | None, exact: bool
-    ) -> list[Rollout]:
-        settings = self._settings(smallest_batch, workload.longest)
-        torch.set_num_threads(self._rng.choice(self._threads))
-        engine = RolloutEngine(
-            self._model,
-            attention_backend=attention,
-            exact=exact,
-            **settings,
-        )
-        found: list[Rollout] = engine.run_batch(
-            workload.prompts, workload.params, return_details=True
-        )
-        if exact:
-            self._count_settings([engine.get_stats()])
-        return found
-
     def _count_settings(self, stats: Sequence[dict[str, Any]]) -> None:
-        self._proof.engines += 1
-        self._proof.preemptions += sum(s["preemptions"] for s in stats)
-        self._proof.prefix_hit_tokens += sum(s["prefix_hit_tokens"] for s in stats)
+        self.proof.engines += 1
+        self.proof.preemptions += sum(s["preemptions"] for s in stats)
+        self.proof.prefix_hit_tokens += sum(s["prefix_hit_tokens"] for s in stats)
 
-    def _compare_with_trainer(
-        self, found: list[Rollout], into: Comparison, attention: str | None
-    ) -> None:
+    def score(self, found: list[Rollout]) -> None:
         """The trainer's forward over the rollouts, in packs of any size, graphs and all."""
-        torch.set_num_threads(self._rng.choice(self._threads))
+        torch.set_num_threads(self._rng.choice(self.proof.threads))
         start = 0
         while start < len(found):
             some = found[start : start + self._rng.randint(1, ROLLOUTS_PER_SCORE)]
@@ -276,12 +272,12 @@ class _Prover:
                 self._model,
                 batch,
                 micro_batch_tokens=self._rng.choice([1, 200, 2048]),
-                attention_backend=attention,
+                attention_backend=self._attention,
             )
             trainer = torch.cat([each.detach() for each in logprobs]).cpu().numpy()
-            into.add(batch.logprobs, trainer)
+            self.proof.scored.add(batch.logprobs, trainer)
 
-    def _workload(self) -> _Workload:
+    def workload(self) -> _Workload:
         """Groups and single samples; beginnings shared with others, now and in other rounds."""
         rng = self._rng
         prompts: dict[tuple[int, ...], SamplingParams] = {}
@@ -316,15 +312,6 @@ class _Prover:
 
     def _ids(self, count: int) -> list[int]:
         return [self._rng.randrange(self._model.config.vocab_size) for _ in range(count)]
-
-
-@contextmanager
-def _thread_count_kept() -> Iterator[None]:
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _line(comparison: Comparison) -> str:

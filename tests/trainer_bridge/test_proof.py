@@ -48,6 +48,14 @@ def test_it_notices_what_the_probe_is_too_small_for():
     assert "DID NOT HOLD" in str(proof)
 
 
+def test_what_the_probe_would_refuse_is_shown_not_raised():
+    """Kernels that are not exact at all: a proof that did not hold, with its figures."""
+    model = tiny_model()
+    model.operators = "stock"
+    proof = prove(model, tokens=500, control_tokens=1)
+    assert not proof.held and proof.scored.differing > 0
+
+
 def test_equal_seeds_prove_the_same():
     proofs = [prove(tiny_model(), tokens=300, control_tokens=50, seed=4) for _ in range(2)]
     assert proofs[0].scored == proofs[1].scored and proofs[0].control == proofs[1].control

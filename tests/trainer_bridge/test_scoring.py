@@ -141,33 +141,48 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
+def sampled(model, prompts: int, n: int) -> list[Rollout]:
+    """`n` samples of 20 tokens of each prompt, prompts of at most 60."""
+    return RolloutEngine(model).run_batch(
+        workload(prompts, 60), n=n, max_tokens=20, seed=1, return_details=True
+    )
+
+
+def gradients_of(model, logprobs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    torch.cat(logprobs).sum().backward()
+    return gradients(model)
+
+
+def assert_close(own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float):
+    """Every gradient within `bound` of the largest number of the one wanted."""
+    assert own.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        scale = float(gradient.abs().max())
+        assert float((own[name].to(gradient) - gradient).abs().max()) <= bound * scale, name
+
+
+def assert_same_bits(logprobs: list[torch.Tensor], found: list[Rollout]):
+    assert all(s.detach().tolist() == r.logprobs for s, r in zip(logprobs, found, strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_shared_prompt_gives_the_gradient_of_separate_ones(family):
     model = tiny_model(family)
-    found = RolloutEngine(model).run_batch(
-        workload(3, 60), n=4, max_tokens=20, seed=1, return_details=True
-    )
-    torch.cat(score(model, found)).sum().backward()
-    shared = gradients(model)
+    found = sampled(model, 3, n=4)
+    shared = gradients_of(model, score(model, found))
     for rollout in found:
         score(model, [rollout])[0].sum().backward()
-    separate = gradients(model)
-    for name, gradient in separate.items():
-        scale = float(gradient.abs().max())
-        assert float((shared[name] - gradient).abs().max()) <= 1e-5 * scale, name
+    assert_close(shared, gradients(model), 1e-5)
 
 
 def test_gradient_against_stock_autograd():
     """The custom forwards differentiate like the plain operations in float64."""
     model = tiny_model("qwen2", num_hidden_layers=2)
     found = RolloutEngine(model).run_batch([[5, 9, 8]], max_tokens=12, seed=1, return_details=True)
-    score(model, found)[0].sum().backward()
-    own = gradients(model)
+    own = gradients_of(model, score(model, found))
     exact = tiny_model("qwen2", num_hidden_layers=2).double()
-    score(exact, found, attention_backend="reference")[0].sum().backward()
-    for name, gradient in gradients(exact).items():
-        scale = float(gradient.abs().max())
-        assert float((own[name].double() - gradient).abs().max()) <= 2e-4 * scale, name
+    wanted = gradients_of(exact, score(exact, found, attention_backend="reference"))
+    assert_close(own, wanted, 2e-4)
 
 
 @torch.no_grad()
@@ -212,17 +227,14 @@ def test_gradient_against_float64_finite_differences(family):
 def test_frozen_parameters_leave_the_others_their_bits():
     """A part trained alone: same log-probs, same gradients, none for what is frozen."""
     model = tiny_model()
-    found = RolloutEngine(model).run_batch(
-        workload(3, 60), n=2, max_tokens=20, seed=1, return_details=True
-    )
-    torch.cat(score(model, found)).sum().backward()
-    whole = gradients(model)
+    found = sampled(model, 3, n=2)
+    whole = gradients_of(model, score(model, found))
     for trained in ("q_proj", "up_proj", "layernorm", "embed_tokens"):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained in name)
         model.zero_grad()
         logprobs = score(model, found)
-        assert all(s.detach().tolist() == r.logprobs for s, r in zip(logprobs, found, strict=True))
+        assert_same_bits(logprobs, found)
         torch.cat(logprobs).sum().backward()
         for name, parameter in model.named_parameters():
             if trained not in name:
@@ -235,9 +247,7 @@ def test_frozen_parameters_leave_the_others_their_bits():
 def test_gradient_checkpointing_changes_no_bit(frozen):
     """Forward and backward, also where the first layers need no gradient."""
     model = tiny_model()
-    found = RolloutEngine(model).run_batch(
-        workload(3, 60), n=2, max_tokens=20, seed=1, return_details=True
-    )
+    found = sampled(model, 3, n=2)
     if frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.2" in name)
@@ -245,7 +255,7 @@ def test_gradient_checkpointing_changes_no_bit(frozen):
     def run() -> list[torch.Tensor]:
         model.zero_grad()
         logprobs = score(model, found)
-        assert all(s.detach().tolist() == r.logprobs for s, r in zip(logprobs, found, strict=True))
+        assert_same_bits(logprobs, found)
         torch.cat(logprobs).sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -260,15 +270,9 @@ def test_gradient_checkpointing_changes_no_bit(frozen):
 
 def test_micro_batches_add_up_to_the_gradient_of_the_whole():
     model = tiny_model()
-    found = RolloutEngine(model).run_batch(
-        workload(4, 60), n=3, max_tokens=20, seed=1, return_details=True
-    )
-    torch.cat(score(model, found)).sum().backward()
-    whole = gradients(model)
-    torch.cat(score(model, found, micro_batch_tokens=50)).sum().backward()
-    for name, gradient in gradients(model).items():
-        scale = float(whole[name].abs().max())
-        assert float((whole[name] - gradient).abs().max()) <= 1e-5 * scale, name
+    found = sampled(model, 4, n=3)
+    whole = gradients_of(model, score(model, found))
+    assert_close(gradients_of(model, score(model, found, micro_batch_tokens=50)), whole, 1e-5)
 
 
 def test_rollouts_of_different_prompts_are_never_merged():
