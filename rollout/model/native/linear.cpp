@@ -77,7 +77,32 @@ void tiles(const float* packed, const float* w, const float* after, int64_t stri
 void transpose_16(const float* from, int64_t stride_from, int rows, int columns, float* to,
                   int64_t stride_to) {
     if (rows == 16 && columns == 16) {
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__)
+        // Whole cache lines in and out: what lies with the other core is asked for once.
+        __m512 a[16], b[16];
+        for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(from + i * stride_from);
+        for (int i = 0; i < 16; i += 4) {  // 4 x 4 within each quarter
+            __m512d p = _mm512_castps_pd(_mm512_unpacklo_ps(a[i], a[i + 1]));
+            __m512d q = _mm512_castps_pd(_mm512_unpackhi_ps(a[i], a[i + 1]));
+            __m512d r = _mm512_castps_pd(_mm512_unpacklo_ps(a[i + 2], a[i + 3]));
+            __m512d s = _mm512_castps_pd(_mm512_unpackhi_ps(a[i + 2], a[i + 3]));
+            b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(p, r));
+            b[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(p, r));
+            b[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(q, s));
+            b[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(q, s));
+        }
+        for (int i = 0; i < 4; i++) {  // 4 x 4 of quarters
+            __m512 p = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88);
+            __m512 q = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+            __m512 r = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+            __m512 s = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+            _mm512_storeu_ps(to + i * stride_to, _mm512_shuffle_f32x4(p, r, 0x88));
+            _mm512_storeu_ps(to + (i + 4) * stride_to, _mm512_shuffle_f32x4(q, s, 0x88));
+            _mm512_storeu_ps(to + (i + 8) * stride_to, _mm512_shuffle_f32x4(p, r, 0xdd));
+            _mm512_storeu_ps(to + (i + 12) * stride_to, _mm512_shuffle_f32x4(q, s, 0xdd));
+        }
+        return;
+#elif defined(__AVX2__)
         for (int j = 0; j < 16; j += 4)
             for (int i = 0; i < 16; i += 4) {
                 const float* p = from + i * stride_from + j;
