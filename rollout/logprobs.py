@@ -25,8 +25,9 @@ class _ScoreRows(torch.autograd.Function):
     def forward(ctx, hidden, weight, token_ids, temperature, ops):  # type: ignore[no-untyped-def]
         logprobs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropies, normalizers = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        memory = _workspace(ops, hidden, weight)
         for rows in _chunks(hidden.shape[0]):
-            logits, t = ops.matmul(hidden[rows], weight), temperature[rows]
+            logits, t = ops.matmul(hidden[rows], weight, out=memory), temperature[rows]
             lse, entropies[rows] = ops.vocabulary.log_normalizers(logits, t, entropy=True)
             logprobs[rows] = ops.vocabulary.gather(logits, t, token_ids[rows], lse)
             normalizers[rows] = lse
@@ -41,10 +42,11 @@ class _ScoreRows(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         use_entropy = bool(grad_entropies.any())
+        memory = _workspace(ops, hidden, weight)
         for rows in _chunks(hidden.shape[0]):
             grad = ops.vocabulary.score_gradient(
-                ops.matmul(hidden[rows], weight), temperature[rows], token_ids[rows],
-                normalizers[rows], entropies[rows], grad_logprobs[rows],
+                ops.matmul(hidden[rows], weight, out=memory), temperature[rows],
+                token_ids[rows], normalizers[rows], entropies[rows], grad_logprobs[rows],
                 grad_entropies[rows] if use_entropy else None,
             )  # fmt: skip
             if grad_hidden is not None:
@@ -52,6 +54,10 @@ class _ScoreRows(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[rows])
         return grad_hidden, grad_weight, None, None, None
+
+
+def _workspace(ops: Operators, hidden: Tensor, weight: Tensor) -> Tensor | None:
+    return ops.workspace(min(ROWS_PER_CHUNK, hidden.shape[0]), weight)
 
 
 def _chunks(rows: int) -> list[slice]:

@@ -20,7 +20,7 @@ from rollout.step_plan import StepPlan
 
 
 class ModelRunner:
-    """Stateless between steps but for the KV pages it writes."""
+    """Stateless between steps but for the KV pages it writes; the memory of the logits is kept."""
 
     def __init__(self, model: Decoder, storage: KVStorage, backend: AttentionBackend) -> None:
         self._model = model
@@ -28,6 +28,7 @@ class ModelRunner:
         self._backend = backend
         config = model.config
         self._group = config.num_attention_heads // config.num_key_value_heads
+        self._workspace: Tensor | None = None
 
     @torch.no_grad()
     def execute(self, plan: StepPlan, batch: RunningBatch) -> SampledRows:
@@ -58,7 +59,15 @@ class ModelRunner:
         if len(inputs.sampled) != hidden.shape[0] or len(plan.forked):
             rows = hidden[torch.from_numpy(inputs.sampled).to(device)]
         vocabulary = self._model.operators.vocabulary
-        return sample(self._model.logits(rows), inputs.sampling, vocabulary)
+        return sample(self._logits(rows), inputs.sampling, vocabulary)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits of these rows, valid until the next call."""
+        rows = hidden.shape[0]
+        if self._workspace is None or len(self._workspace) < rows:
+            weight = self._model.output_weight
+            self._workspace = self._model.operators.workspace(rows, weight)
+        return self._model.logits(hidden, self._workspace)
 
     def _score_prompt(self, hidden: Tensor, scored: ScoredPrompt, batch: RunningBatch) -> None:
         """Log-probs of the prompt's own tokens, some rows of logits at a time."""

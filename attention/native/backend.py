@@ -150,28 +150,29 @@ class _Attend(torch.autograd.Function):
 
 def _dense_rows(x: Tensor) -> Tensor:
     """`[tokens, heads, head_dim]` whose heads lie side by side; tokens may lie further apart."""
-    if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
-        return x
-    return x.contiguous()
+    _, head_stride, stride = x.stride()
+    return x if stride == 1 and head_stride == x.shape[2] else x.contiguous()
 
 
 def _layout(x: Tensor, keys: Tensor, values: Tensor, group: int) -> tuple[Any, Any]:
     """Pointers to `Heads` and `Slots` for queries (or keys, group 1) and the slots they meet."""
-    strides = zip(keys.shape, keys.stride(), values.stride(), strict=True)
-    alike = all(a == b or size == 1 for size, a, b in strides)
-    if not alike or keys.stride(2) != 1 or keys.dtype != torch.float32:
+    strides, others = keys.stride(), values.stride()
+    alike = strides == others or all(
+        a == b or size == 1 for size, a, b in zip(keys.shape, strides, others, strict=True)
+    )
+    if not alike or strides[2] != 1 or keys.dtype != torch.float32:
         raise ValueError(
             f"keys and values must be fp32 and lie alike, head_dim last: they are {keys.dtype} "
             f"with strides {keys.stride()} and {values.stride()}"
         )
-    dim = x.shape[2]
+    _, all_heads, dim = x.shape
     if dim % HEAD_DIM_MULTIPLE or x.dtype != torch.float32 or x.device.type != "cpu":
         raise ValueError(
             f"native attention is for fp32 on a CPU and head_dim a multiple of "
             f"{HEAD_DIM_MULTIPLE}, got {x.dtype} on {x.device} and {dim}; "
             'take attention_backend="tiled"'
         )
-    return _structures(x.shape[1], x.shape[1] // group, dim, keys.stride(0), keys.stride(1))
+    return _structures(all_heads, all_heads // group, dim, strides[0], strides[1])
 
 
 @functools.lru_cache(maxsize=64)

@@ -108,8 +108,13 @@ class Decoder(nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = False
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary scores `[rows, vocab_size]` of hidden rows `[rows, hidden]`."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Vocabulary scores `[rows, vocab_size]` of hidden rows `[rows, hidden]`.
+
+        out: an operators' `workspace` for `output_weight`; then there are no gradients.
+        """
+        if out is not None:
+            return self.operators.matmul(hidden, self.output_weight, out=out)
         return self.operators.linear(hidden, self.output_weight)
 
     @property

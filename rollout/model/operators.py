@@ -33,8 +33,18 @@ class Operators(Protocol):
     def vocabulary(self) -> Vocabulary:
         """What is computed of rows of logits."""
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x `[rows, in]`, weight `[out, in]` -> `[rows, out]`, outside of any graph."""
+    def matmul(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x `[rows, in]`, weight `[out, in]` -> `[rows, out]`, outside of any graph.
+
+        out: the first rows of a `workspace`, which the result then overwrites.
+        """
+
+    def workspace(self, rows: int, weight: Tensor) -> Tensor | None:
+        """Memory `[rows, out]` to give to one `matmul` after another; None where that gains
+        nothing. For results as large as logits: fresh memory of such a size is mapped anew, page
+        by page, whenever it is taken from a CPU's allocator."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`matmul` with gradients."""

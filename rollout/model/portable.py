@@ -22,8 +22,13 @@ class PortableOperators:
     def __init__(self, exact: bool) -> None:
         self.exact = exact
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         return matmul_rows(x, weight, bias)
+
+    def workspace(self, rows: int, weight: Tensor) -> Tensor | None:
+        return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear_with(matmul_rows, x, weight, bias)
@@ -65,9 +70,14 @@ class StockOperators:
     exact = False
     vocabulary = PortableVocabulary()
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         with torch.no_grad():
             return torch.nn.functional.linear(x, weight, bias)
+
+    def workspace(self, rows: int, weight: Tensor) -> Tensor | None:
+        return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)

@@ -18,6 +18,7 @@ namespace {
 // A panel of 64 rows by BLOCK_K stays in the first-level cache, so that the few outstanding misses a
 // core can have are left to the weights, which come from far away and are read once.
 constexpr int BLOCK_K = 128;
+constexpr int PACKED_K = 32;     // columns of x that are packed at a time
 constexpr int BLOCK_ROWS = 256;  // rows packed at a time
 constexpr int MAX_BLOCK_N = 96;  // outputs of one unit of work; every tile width divides it
 
@@ -191,7 +192,6 @@ float* grown(std::vector<float>& memory, int64_t size) {
 extern "C" void linear(const float* x, int64_t rows, int64_t depth, const float* w, int64_t width,
                        const float* bias, float* out) {
     static thread_local std::vector<float> packed_memory;
-    const int64_t blocks_k = (depth + BLOCK_K - 1) / BLOCK_K;
     const int64_t unit = width >= 16 * MAX_BLOCK_N ? MAX_BLOCK_N : width >= 384 ? 48 : 24;
     const int64_t blocks_n = (width + unit - 1) / unit;
     const int64_t padded = (std::min<int64_t>(rows, BLOCK_ROWS) + 15) / 16 * 16;
@@ -207,9 +207,9 @@ extern "C" void linear(const float* x, int64_t rows, int64_t depth, const float*
             int count = panels_of(std::min<int64_t>(rows - first, BLOCK_ROWS), panels);
 #pragma omp for collapse(2) schedule(static)
             for (int p = 0; p < count; p++)
-                for (int64_t b = 0; b < blocks_k; b++) {
-                    int64_t k0 = b * BLOCK_K, size = panels[p].vectors * 16;
-                    int part = static_cast<int>(std::min<int64_t>(depth - k0, BLOCK_K));
+                for (int64_t k0 = 0; k0 < depth; k0 += PACKED_K) {
+                    int64_t size = panels[p].vectors * 16;
+                    int part = static_cast<int>(std::min<int64_t>(depth - k0, PACKED_K));
                     pack(block, depth, k0, part, panels[p],
                          packed + panels[p].first_row * depth + k0 * size);
                 }

@@ -25,14 +25,19 @@ class NativeOperators:
     def __init__(self) -> None:
         library()
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def matmul(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         (rows, depth), width = x.shape, weight.shape[0]
-        out = x.new_empty((rows, width))
+        out = x.new_empty((rows, width)) if out is None else out[:rows]
         library().linear(
             x.data_ptr(), rows, depth, weight.data_ptr(), width, _address(bias), out.data_ptr()
         )
         return out
+
+    def workspace(self, rows: int, weight: Tensor) -> Tensor | None:
+        return weight.new_empty((rows, weight.shape[0]))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear_with(self.matmul, x, weight, bias)

@@ -78,6 +78,17 @@ def test_stock_rows_are_not_their_own():
         assert any(differs(stock.silu_mul, randn(301, 2 * width)) for width in (50, 63, 331))
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_result_in_a_workspace_is_the_same(name):
+    operators = OPERATORS[name]
+    x, weight = randn(7, 96), randn(50, 96)
+    memory = operators.workspace(9, weight)
+    for rows in (7, 3):
+        got = operators.matmul(x[:rows], weight, out=memory)
+        assert torch.equal(got, operators.matmul(x[:rows], weight))
+        assert memory is None or got.data_ptr() == memory.data_ptr()
+
+
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("width", [32, 50, 63, 331, 576])
 def test_other_rows_are_their_own(name, width):
