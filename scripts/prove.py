@@ -2,6 +2,7 @@
 
     python -m scripts.prove smollm2                          # SmolLM2-135M-Instruct
     python -m scripts.prove families --tokens 1000000        # random weights of every family
+    python -m scripts.prove qwen3                            # of one of them
     python -m scripts.prove path/to/hf/folder --threads 1,2,4 --actors 1,2
     python -m scripts.prove embedded --json                  # one JSON line per model, too
 
@@ -36,14 +37,17 @@ LIVELY = 5
 
 
 def family_config(family: str) -> DecoderConfig:
-    """A small model of one family, no size of which divides into the kernels' tiles."""
+    """A small model of one family, no size of which divides into the kernels' tiles.
+
+    Mistral's layers are Llama's; it has more query heads to a key/value head here.
+    """
     return DecoderConfig.from_dict({
         "model_type": family,
         "vocab_size": 1_031,
         "hidden_size": 144,
         "intermediate_size": 328,
         "num_hidden_layers": 4,
-        "num_attention_heads": 6,
+        "num_attention_heads": 10 if family == "mistral" else 6,
         "num_key_value_heads": 2,
         "head_dim": 48,
         "max_position_embeddings": 512,
@@ -58,8 +62,9 @@ def family_config(family: str) -> DecoderConfig:
 def write_family(family: str, folder: Path) -> Path:
     """Random weights of `family` as a Hugging Face folder; biases and norms are random too."""
     model = Decoder(family_config(family))
-    model.init_weights(seed=0)
-    generator = torch.Generator().manual_seed(1)
+    seed = sorted(FAMILIES).index(family)
+    model.init_weights(seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -74,8 +79,9 @@ def write_family(family: str, folder: Path) -> Path:
 def models(name: str) -> Iterator[list[tuple[str, str]]]:
     """(name, location) of the models that the command line's MODEL stands for."""
     with tempfile.TemporaryDirectory(prefix="lockstep-prove-") as scratch:
-        if name == "families":
-            yield [(f, str(write_family(f, Path(scratch) / f))) for f in sorted(FAMILIES)]
+        if name == "families" or name in FAMILIES:
+            chosen = sorted(FAMILIES) if name == "families" else [name]
+            yield [(f, str(write_family(f, Path(scratch) / f))) for f in chosen]
         else:
             yield [(name, model_location(name, Path(scratch), seed=0))]
 
@@ -90,7 +96,7 @@ def counts(value: str) -> tuple[int, ...]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", help="a folder, a Hub id, smollm2, embedded, or families")
+    parser.add_argument("model", help="a folder, Hub id, smollm2, embedded, a family, or families")
     parser.add_argument("--tokens", type=int, default=20_000, help="at least, for each model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=counts, default=(1, 2), help="such as 1,2")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
+import torch
 
 from rollout import DecoderConfig, load_pretrained
 from rollout.model.config import FAMILIES
@@ -62,3 +64,13 @@ def test_families_differ_as_their_checkpoints_do(tmp_path):
     assert DecoderConfig.from_folder(folder) == configs["qwen2"]
     model, _ = load_pretrained(str(folder))
     assert float(model.model.layers[0].self_attn.q_proj.bias.detach().std()) > 0.1
+
+
+def test_no_two_families_are_one_model_twice():
+    with script.models("families") as chosen:
+        embeddings = [load_pretrained(at)[0].model.embed_tokens.weight for _, at in chosen]
+    assert len(embeddings) == len(FAMILIES)
+    for left, right in itertools.combinations(embeddings, 2):
+        assert not torch.equal(left, right)
+    with script.models("qwen3") as chosen:
+        assert [name for name, _ in chosen] == ["qwen3"]
