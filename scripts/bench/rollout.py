@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -244,6 +245,8 @@ def run(args: argparse.Namespace, emit: Callable[[dict[str, Any]], None]) -> lis
 
 def main() -> int:
     args = arguments()
+    # A stopped engine does not see that its input has ended: it must be closed, whatever ends us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with ExitStack() as stack:
         file = stack.enter_context(args.output.open("w")) if args.output else None
 
