@@ -126,9 +126,7 @@ def linear_with(matmul: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None) 
 class ManyParts(Protocol):
     """What `FusedLinear` needs of `Operators`."""
 
-    def matmul(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor: ...
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 

@@ -38,7 +38,7 @@ class Operators(Protocol):
     ) -> Tensor:
         """x `[rows, in]`, weight `[out, in]` -> `[rows, out]`, outside of any graph.
 
-        out: the first rows of a `workspace`, which the result then overwrites.
+        out: a `workspace`, whose first rows the result then overwrites.
         """
 
     def workspace(self, rows: int, weight: Tensor) -> Tensor | None:

@@ -49,19 +49,19 @@ def engine(tmp_path):
         yield process
 
 
-def cpu_ticks(pid: int) -> int:
-    """User and system time of a process."""
+def status(pid: int) -> tuple[str, int]:
+    """State of a process, T where it is stopped, and its user and system time in ticks."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+    return fields[0], int(fields[11]) + int(fields[12])
 
 
-def settled(pid: int) -> int:
-    """CPU time after the process has been seen stopped."""
+def settled(pid: int) -> tuple[str, int]:
+    """The status once the process has been seen stopped."""
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while status(pid)[0] != "T":
         assert time.monotonic() < deadline, "the process was never stopped"
         time.sleep(0.01)
-    return cpu_ticks(pid)
+    return status(pid)
 
 
 @pytest.mark.parametrize("operation", ["run", "fail"])
@@ -72,7 +72,7 @@ def test_an_engine_computes_nothing_between_its_answers(engine, operation):
             engine.ask("fail")
     before = settled(pid)
     time.sleep(0.2)
-    assert cpu_ticks(pid) == before
+    assert status(pid) == before
     assert engine.ask("run")["pid"] == pid
 
 
