@@ -27,9 +27,9 @@ class PagedAttention:
     ) -> None:
         self._pages = pages
         self._backend = backend
-        self._plan = backend.plan(metadata, group, pages[0].device)
+        self.plan = backend.plan(metadata, group, pages[0].device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._pages[layer]
-        self._backend.store(k, v, keys, values, self._plan)
-        return self._backend.attend(q, keys, values, self._plan)
+        self._backend.store(k, v, keys, values, self.plan)
+        return self._backend.attend(q, keys, values, self.plan)

@@ -59,6 +59,8 @@ class RolloutEngine:
     exact: True = log-probs bit for bit the trainer's, proved by a start-up probe or refused
         (`ExactnessRefused`); None = on where the kernels claim it, a CPU in fp32; False = no probe.
         `exactness` says what was settled.
+    enforce_eager: whether Python runs the module in every step. Otherwise small steps on the native
+        kernels are recorded once and replayed, with the same bits (`recorded.py`).
     gate: who guards the weights; None = this process alone (`LocalGate`).
 
     Thread-safe: batches, tasks and updates of any thread are served by one scheduler, one step at
@@ -86,6 +88,7 @@ class RolloutEngine:
         enable_prefix_caching: bool = True,
         run_seed: int = 0,
         exact: bool | None = None,
+        enforce_eager: bool = False,
         gate: WeightGate | None = None,
     ) -> None:
         self.model = model
@@ -132,7 +135,7 @@ class RolloutEngine:
         self._board = TaskBoard(self._scheduler)
         self._core = EngineCore(
             self._scheduler,
-            ModelRunner(model, storage, self._backend),
+            ModelRunner(model, storage, self._backend, enforce_eager),
             self._kv,
             storage,
             self._gate,

@@ -19,6 +19,7 @@ class EngineConfig:
     attention_backend: str | None = None
     operators: str | None = None
     exact: bool | None = None
+    enforce_eager: bool = False
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
     block_size: int = 16

@@ -12,6 +12,7 @@ from rollout.batch import ScoredPrompt, StepInputs
 from rollout.logprobs import ROWS_PER_CHUNK
 from rollout.model import Decoder
 from rollout.model.vocabulary import tempered
+from rollout.recorded import RecordedForward
 from rollout.request import ranked
 from rollout.running import RunningBatch
 from rollout.sampler import best_tokens, sample
@@ -22,13 +23,22 @@ from rollout.step_plan import StepPlan
 class ModelRunner:
     """Stateless between steps but for the KV pages it writes; the memory of the logits is kept."""
 
-    def __init__(self, model: Decoder, storage: KVStorage, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        storage: KVStorage,
+        backend: AttentionBackend,
+        enforce_eager: bool = False,
+    ) -> None:
         self._model = model
         self._storage = storage
         self._backend = backend
         config = model.config
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._workspace: Tensor | None = None
+        self.recorded: RecordedForward | None = None
+        if not enforce_eager and RecordedForward.serves(model, backend):
+            self.recorded = RecordedForward(model, storage, self._group)
 
     @torch.no_grad()
     def execute(self, plan: StepPlan, batch: RunningBatch) -> SampledRows:
@@ -43,7 +53,7 @@ class ModelRunner:
         attention = PagedAttention(
             inputs.metadata, self._storage.pages, self._backend, self._group
         )
-        hidden = self._model(
+        hidden = self._forward(
             torch.from_numpy(inputs.input_ids).to(device),
             torch.from_numpy(inputs.metadata.positions).to(device),
             attention,
@@ -60,6 +70,14 @@ class ModelRunner:
             rows = hidden[torch.from_numpy(inputs.sampled).to(device)]
         vocabulary = self._model.operators.vocabulary
         return sample(self._logits(rows), inputs.sampling, vocabulary)
+
+    def _forward(self, input_ids: Tensor, positions: Tensor, attention: PagedAttention) -> Tensor:
+        if self.recorded is not None and RecordedForward.serves(self._model, self._backend):
+            hidden = self.recorded(input_ids, positions, attention)
+            if hidden is not None:
+                return hidden
+        computed: Tensor = self._model(input_ids, positions, attention)
+        return computed
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits of these rows, valid until the next call."""

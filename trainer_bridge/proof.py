@@ -304,6 +304,7 @@ class _Prover:
             "max_batch_size": batch,
             "max_seq_len": longest,
             "max_num_batched_tokens": batch + rng.choice([0, 13, 100, 2048]),
+            "enforce_eager": rng.random() < 0.25,
             "long_prefill_token_threshold": rng.choice([0, 0, 7, 64]),
             "block_size": block_size,
             "num_kv_blocks": blocks + rng.randint(1, 3 * blocks) if tight else None,

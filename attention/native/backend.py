@@ -15,8 +15,10 @@ from torch import Tensor
 
 from attention.metadata import AttentionMetadata
 from attention.native.kernels import Heads, Slots, Step, library, unavailable
+from attention.native.recording import Kernels
 
 HEAD_DIM_MULTIPLE = 16
+_AT_ONCE = Kernels()
 
 
 class _Plan:
@@ -36,6 +38,16 @@ class _Plan:
         addresses = [a.ctypes.data for a in self._arrays]
         self._step = Step(len(metadata.seq_lens), *addresses, table.shape[1], metadata.block_size)
         self.step = ctypes.addressof(self._step)
+
+    @property
+    def memory(self) -> tuple[int, int, object]:
+        """Address and bytes of what the kernels are handed, and who owns it."""
+        return self.step, ctypes.sizeof(Step), self
+
+    def become(self, other: _Plan) -> None:
+        """Calls that were recorded with this plan find `other`'s step from now on."""
+        self._arrays = other._arrays
+        ctypes.memmove(self.step, other.step, ctypes.sizeof(Step))
 
     @cached_property
     def components(self) -> Components:
@@ -70,15 +82,16 @@ class Components:
 class NativeAttention:
     """The default on a CPU with a C++ compiler: fp32, head_dim a multiple of 16.
 
-    Reads pages where they lie, prefill and decode in one call. `BuildFailed` where the kernels
-    cannot be compiled.
+    Reads pages where they lie, prefill and decode in one call. kernels: who calls the kernels,
+    where no gradient is wanted. `BuildFailed` where the kernels cannot be compiled.
     """
 
     name = "native"
     exact = True
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels = _AT_ONCE) -> None:
         library()
+        self.kernels = kernels
 
     @staticmethod
     def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -92,11 +105,10 @@ class NativeAttention:
     def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> None:
         heads, slots = _layout(k, keys, values, 1)
         k, v = _dense_rows(k), _dense_rows(v)
-        if v.stride(0) != k.stride(0):
-            k, v = k.contiguous(), v.contiguous()
-        library().store_step(
-            plan.step, heads, slots, k.data_ptr(), v.data_ptr(), k.stride(0),
-            keys.data_ptr(), values.data_ptr(),
+        self.kernels.launch(
+            library().store_step,
+            plan.step, heads, slots, k.data_ptr(), k.stride(0), v.data_ptr(),
+            v.stride(0), keys.data_ptr(), values.data_ptr(),
         )  # fmt: skip
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> Tensor:
@@ -105,13 +117,16 @@ class NativeAttention:
         ):
             out: Tensor = _Attend.apply(q, keys, values, plan)
             return out
-        return _forward(q, keys, values, plan, None)
+        return _forward(self.kernels, q, keys, values, plan, None)
 
 
-def _forward(q: Tensor, keys: Tensor, values: Tensor, plan: _Plan, lse: Tensor | None) -> Tensor:
+def _forward(
+    kernels: Kernels, q: Tensor, keys: Tensor, values: Tensor, plan: _Plan, lse: Tensor | None
+) -> Tensor:
     heads, slots = _layout(q, keys, values, plan.group)
-    q, out = _dense_rows(q), q.new_empty(q.shape)
-    library().attend(
+    q, out = _dense_rows(q), kernels.empty(q, *q.shape)
+    kernels.launch(
+        library().attend,
         plan.step, heads, slots, q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
         q.shape[2] ** -0.5, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
@@ -124,7 +139,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, keys, values, plan):  # type: ignore[no-untyped-def]
         lse = q.new_empty(q.shape[:2])
-        out = _forward(q, keys, values, plan, lse)
+        out = _forward(_AT_ONCE, q, keys, values, plan, lse)
         ctx.save_for_backward(q, keys, values, out, lse)
         ctx.plan = plan
         return out

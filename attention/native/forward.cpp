@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "recording.h"
 #include "simd.h"
 #include "step.h"
 
@@ -325,10 +326,11 @@ extern "C" void attend(const Step* step, const Heads* heads, const Slots* slots,
     }
 }
 
-// Stores the step's own keys and values, k and v [tokens][kv_heads][head_dim], in their slots.
+// Stores the step's own keys and values, k and v [tokens][kv_heads][head_dim], in their slots;
+// k_stride and v_stride floats lie between tokens.
 extern "C" void store_step(const Step* step, const Heads* heads, const Slots* slots,
-                           const float* k, const float* v, int64_t kv_stride, float* keys,
-                           float* values) {
+                           const float* k, int64_t k_stride, const float* v, int64_t v_stride,
+                           float* keys, float* values) {
 #pragma omp parallel for schedule(static) if (step->sequences >= PARALLEL_FROM)
     for (int64_t s = 0; s < step->sequences; s++) {
         const int64_t start = step->query_start_loc[s];
@@ -337,11 +339,14 @@ extern "C" void store_step(const Step* step, const Heads* heads, const Slots* sl
         for (int64_t i = 0; i < queries; i++) {
             const int64_t slot = step->slot(step->blocks(s), cached + i);
             for (int64_t h = 0; h < heads->key_value; h++) {
-                const int64_t from = (start + i) * kv_stride + h * heads->head_dim;
+                const int64_t token = start + i, head = h * heads->head_dim;
                 const int64_t to = h * slots->head_stride + slot * slots->slot_stride;
-                std::memcpy(keys + to, k + from, heads->head_dim * sizeof(float));
-                std::memcpy(values + to, v + from, heads->head_dim * sizeof(float));
+                std::memcpy(keys + to, k + token * k_stride + head, heads->head_dim * sizeof(float));
+                std::memcpy(values + to, v + token * v_stride + head, heads->head_dim * sizeof(float));
             }
         }
     }
 }
+
+RECORDABLE(attend)
+RECORDABLE(store_step)

@@ -13,7 +13,8 @@ from attention.native.build import BuildFailed, load_library
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SIMD = FOLDER / "simd.h"
+SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("forward", "backward", "replay"))
+SIMD, RECORDING = FOLDER / "simd.h", FOLDER / "recording.h"
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -50,27 +51,47 @@ _LAYOUT = [_POINTER, _POINTER, _POINTER]
 @functools.cache
 def library() -> ctypes.CDLL:
     """The compiled kernels; raises `BuildFailed`."""
-    sources = [FOLDER / "forward.cpp", FOLDER / "backward.cpp"]
-    loaded = load_library("attention", sources, [SIMD, FOLDER / "step.h"])
+    loaded = load_library("attention", SOURCES, [SIMD, RECORDING, FOLDER / "step.h"])
     declare(
         loaded,
         "attend",
         [*_LAYOUT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER],
+        recordable=True,
     )
-    declare(loaded, "store_step", [*_LAYOUT, _POINTER, _POINTER, _INT, _POINTER, _POINTER])
+    declare(
+        loaded,
+        "store_step",
+        [*_LAYOUT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER],
+        recordable=True,
+    )
     declare(
         loaded,
         "attend_backward",
         [*_LAYOUT, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT]
         + [_POINTER] * 6,
     )
+    declare(loaded, "replay", [_POINTER, _INT, _INT, _INT])
     return loaded
 
 
-def declare(library: ctypes.CDLL, name: str, arguments: Sequence[type]) -> None:
-    """Tell ctypes a function's arguments; it returns nothing."""
+def declare(
+    library: ctypes.CDLL,
+    name: str,
+    arguments: Sequence[type],
+    *,
+    recordable: bool = False,
+    rows: int = -1,
+) -> None:
+    """Tell ctypes a function's arguments; it returns nothing.
+
+    recordable: it is `RECORDABLE` in its source, and a `Recorder` may write it down. rows: which
+    argument is the number of rows, -1 = none; a recording is replayed with another one there.
+    """
     function = getattr(library, name)
     function.argtypes, function.restype = list(arguments), None
+    if recordable:
+        address = ctypes.cast(getattr(library, f"{name}_slots"), ctypes.c_void_p).value
+        function.slots_address, function.rows_argument = address, rows
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from rollout.model.config import DecoderConfig
 from rollout.model.fusion import Linear, pack_adjacent
 from rollout.model.layers import DecoderLayer, RMSNorm
 from rollout.model.operators import Operators, select_operators
-from rollout.model.rotary import RotaryTable, inverse_frequencies
+from rollout.model.rotary import RotaryTable, Rotation, inverse_frequencies
 
 
 class _Trunk(nn.Module):
@@ -88,9 +88,23 @@ class Decoder(nn.Module):
         where its keys and values lie, is known to `attention` alone. num_layers: leave the layers
         after so many out (the start-up probe does).
         """
-        ops = self.operators
-        x, delta = self.model.embed_tokens(input_ids), None
-        rotation = self._rotary.at(positions)
+        x, rotation = self.embed(input_ids, positions)
+        return self.transform(self.operators, x, rotation, attention, num_layers)
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
+        """What enters the first layer: embeddings `[num_tokens, hidden]` and angles."""
+        return self.model.embed_tokens(input_ids), self._rotary.at(positions)
+
+    def transform(
+        self,
+        ops: Operators,
+        x: Tensor,
+        rotation: Rotation,
+        attention: Attention,
+        num_layers: int | None = None,
+    ) -> Tensor:
+        """The layers and the final norm: `[num_tokens, hidden]` -> `[num_tokens, hidden]`."""
+        delta = None
         for index, layer in enumerate(islice(self.model.layers, num_layers)):
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x, delta = checkpoint(

@@ -58,7 +58,7 @@ def attention(library: ctypes.CDLL, heads: int, kv: int, dim: int, block: int) -
     k, v, q = floats(tokens, kv, dim), floats(tokens, kv, dim), floats(tokens, heads, dim)
     scale = ctypes.c_float(dim**-0.5)
     out, lse = floats(tokens, heads, dim), floats(tokens, heads)
-    call(library.store_step, *layout, k, v, kv * dim, keys, values)
+    call(library.store_step, *layout, k, kv * dim, v, kv * dim, keys, values)
     call(library.attend, *layout, q, heads * dim, keys, values, scale, out, lse)
     gradients = floats(tokens, heads, dim), floats(kv, slots, dim), floats(kv, slots, dim)
     call(

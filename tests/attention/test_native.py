@@ -14,10 +14,9 @@ import torch
 from attention import AttentionMetadata, PackedAttention
 from attention.native import BuildFailed, build, load_library
 from attention.native.backend import NativeAttention
-from attention.native.kernels import FOLDER, SIMD
+from attention.native.kernels import SIMD, SOURCES
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [FOLDER / "forward.cpp", FOLDER / "backward.cpp"]
 CPU = torch.device("cpu")
 
 

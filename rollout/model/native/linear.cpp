@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../../../attention/native/recording.h"
 #include "../../../attention/native/simd.h"
 
 namespace {
@@ -236,3 +237,5 @@ extern "C" void linear(const float* x, int64_t rows, int64_t depth, const float*
         }
     }
 }
+
+RECORDABLE(linear)

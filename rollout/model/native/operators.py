@@ -9,31 +9,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention.native.recording import Kernels
 from rollout.model.fusion import linear_with
 from rollout.model.native.library import library
 from rollout.model.rotary import Rotation
 from rollout.model.vocabulary import NativeVocabulary
 
+_AT_ONCE = Kernels()
+
 
 class NativeOperators:
-    """`BuildFailed` where the kernels cannot be compiled."""
+    """kernels: who calls the kernels, where no gradient is wanted; a `Recorder` writes them down.
+
+    `BuildFailed` where the kernels cannot be compiled.
+    """
 
     name = "native"
     exact = True
     vocabulary = NativeVocabulary()
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels = _AT_ONCE) -> None:
         library()
+        self.kernels = kernels
 
     def matmul(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         (rows, depth), width = x.shape, weight.shape[0]
-        out = x.new_empty((rows, width)) if out is None else out[:rows]
-        library().linear(
-            x.data_ptr(), rows, depth, weight.data_ptr(), width, _address(bias), out.data_ptr()
-        )
+        out = self.kernels.empty(x, rows, width) if out is None else out[:rows]
+        self.kernels.launch(
+            library().linear,
+            x.data_ptr(), rows, depth, weight.data_ptr(), width, _address(bias), out.data_ptr(),
+        )  # fmt: skip
         return out
 
     def workspace(self, rows: int, weight: Tensor) -> Tensor | None:
@@ -46,7 +54,7 @@ class NativeOperators:
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
-            return _add_rms_norm(x, delta, weight, eps)
+            return _add_rms_norm(self.kernels, x, delta, weight, eps)
         if delta is None:
             out: Tensor = _RMSNorm.apply(x, weight, eps)
             return x, out
@@ -64,13 +72,13 @@ class NativeOperators:
     ) -> tuple[Tensor, Tensor, Tensor]:
         arguments = (qkv, rotation, kv_heads, q_norm, k_norm, eps)
         if not torch.is_grad_enabled():
-            return _rotate(*arguments)
+            return _rotate(self.kernels, *arguments)
         q, k, v = _Rotate.apply(*arguments)
         return q, k, v
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return _silu_mul(gate_up)
+            return _silu_mul(self.kernels, gate_up)
         out: Tensor = _SiluMul.apply(gate_up)
         return out
 
@@ -80,13 +88,14 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    kernels: Kernels, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    x, out = x.contiguous(), x.new_empty(x.shape)
+    x, out = x.contiguous(), kernels.empty(x, *x.shape)
     total = x
     if delta is not None:
-        delta, total = delta.contiguous(), x.new_empty(x.shape)
-    library().add_rms_norm(
+        delta, total = delta.contiguous(), kernels.empty(x, *x.shape)
+    kernels.launch(
+        library().add_rms_norm,
         x.data_ptr(), _address(delta), weight.data_ptr(), x.shape[0], x.shape[1], eps,
         total.data_ptr(), out.data_ptr(),
     )  # fmt: skip
@@ -113,7 +122,7 @@ class _RMSNorm(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return _add_rms_norm(x, None, weight, eps)[1]
+        return _add_rms_norm(_AT_ONCE, x, None, weight, eps)[1]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -125,7 +134,7 @@ class _RMSNorm(torch.autograd.Function):
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, delta, weight, eps):  # type: ignore[no-untyped-def]
-        total, out = _add_rms_norm(x, delta, weight, eps)
+        total, out = _add_rms_norm(_AT_ONCE, x, delta, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
         return total, out
@@ -141,6 +150,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def _rotate(
+    kernels: Kernels,
     qkv: Tensor,
     rotation: Rotation,
     kv_heads: int,
@@ -151,8 +161,9 @@ def _rotate(
     qkv = qkv.contiguous()
     tokens, all_heads, dim = qkv.shape
     heads = all_heads - 2 * kv_heads
-    q, k = qkv.new_empty((tokens, heads, dim)), qkv.new_empty((tokens, kv_heads, dim))
-    library().rotate(
+    q, k = kernels.empty(qkv, tokens, heads, dim), kernels.empty(qkv, tokens, kv_heads, dim)
+    kernels.launch(
+        library().rotate,
         qkv.data_ptr(), tokens, heads, kv_heads, dim, rotation.positions.data_ptr(),
         rotation.cos.data_ptr(), rotation.sin.data_ptr(), _address(q_norm), _address(k_norm), eps,
         q.data_ptr(), k.data_ptr(),
@@ -166,7 +177,7 @@ class _Rotate(torch.autograd.Function):
         qkv = qkv.contiguous()
         ctx.save_for_backward(qkv if q_norm is not None else None, q_norm, k_norm)
         ctx.rotation, ctx.eps, ctx.shape = rotation, eps, qkv.shape
-        q, k, v = _rotate(qkv, rotation, kv_heads, q_norm, k_norm, eps)
+        q, k, v = _rotate(_AT_ONCE, qkv, rotation, kv_heads, q_norm, k_norm, eps)
         return q, k, v.contiguous()
 
     @staticmethod
@@ -187,10 +198,10 @@ class _Rotate(torch.autograd.Function):
         return grad_qkv, None, None, grad_q_norm, grad_k_norm, None
 
 
-def _silu_mul(gate_up: Tensor) -> Tensor:
+def _silu_mul(kernels: Kernels, gate_up: Tensor) -> Tensor:
     gate_up, rows, size = gate_up.contiguous(), gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty((rows, size))
-    library().silu_mul(gate_up.data_ptr(), rows, size, out.data_ptr())
+    out = kernels.empty(gate_up, rows, size)
+    kernels.launch(library().silu_mul, gate_up.data_ptr(), rows, size, out.data_ptr())
     return out
 
 
@@ -199,7 +210,7 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx, gate_up):  # type: ignore[no-untyped-def]
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        return _silu_mul(gate_up)
+        return _silu_mul(_AT_ONCE, gate_up)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../../../attention/native/recording.h"
 #include "../../../attention/native/simd.h"
 
 namespace {
@@ -201,3 +202,7 @@ extern "C" void silu_mul_backward(const float* gate_up, int64_t rows, int64_t si
         });
     }
 }
+
+RECORDABLE(add_rms_norm)
+RECORDABLE(rotate)
+RECORDABLE(silu_mul)

@@ -11,6 +11,8 @@ clock is put around the methods of the objects that a step is made of:
     commit           scheduler.commit
     other            the rest of the call: admission, events, results
 
+Every step is run by Python meanwhile: a replayed one has no parts that Python sees.
+
 Times are exclusive: who calls another part is not charged for it. The clock itself costs about a
 microsecond for each call of a part.
 """
@@ -91,11 +93,13 @@ def _around(clock: Clock, engine: RolloutEngine) -> Iterator[None]:
         (operators, "matmul", "linear", None),
         (operators, "linear", "linear", None),
     ]
+    recorded, runner.recorded = runner.recorded, None
     try:
         for target, name, part, then in watched:
             setattr(target, name, clock.timed(part, getattr(target, name), then))
         yield
     finally:
+        runner.recorded = recorded
         for target, name, _, _ in watched:
             vars(target).pop(name, None)
 
