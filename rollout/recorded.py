@@ -73,29 +73,31 @@ class RecordedForward:
     One step at a time, under `no_grad`. The hidden states it returns are valid until the next call.
     """
 
-    def __init__(self, model: Decoder, storage: KVStorage, group: int) -> None:
-        self._model, self._storage, self._group = model, storage, group
+    def __init__(
+        self, model: Decoder, storage: KVStorage, backend: AttentionBackend, group: int
+    ) -> None:
+        self._model, self._storage, self._backend, self._group = model, storage, backend, group
         self._recording: Recording | None = None
         self._places: list[int] = []
         self._modules = _Modules(model)
         self._refused = False
 
-    @staticmethod
-    def serves(model: Decoder, backend: AttentionBackend) -> bool:
-        """Whether both are made of kernels that can be recorded."""
-        return type(model.operators) is NativeOperators and type(backend) is NativeAttention
-
     def __call__(
         self, input_ids: Tensor, positions: Tensor, attention: PagedAttention
     ) -> Tensor | None:
         """Hidden states as of the model's forward; None where the model has to do it itself."""
-        rows, model = len(input_ids), self._model
-        if self._refused or rows > CAPACITY or self._modules.watched:
+        model = self._model
+        if self._refused or len(input_ids) > CAPACITY or not self._is_kernels:
+            return None
+        if self._modules.watched:
             return None
         x, rotation = model.embed(input_ids, positions)
         places = self._where(rotation)
         if self._recording is not None and places == self._places:
             return self._replay(x, rotation, attention)
+        self._modules = _Modules(model)
+        if self._modules.watched:
+            return None
         try:
             self._record(rotation)
         except NotRecordable as error:
@@ -107,6 +109,12 @@ class RecordedForward:
             return expected
         self._refuse("its first replay differs from the module's forward")
         return None
+
+    @property
+    def _is_kernels(self) -> bool:
+        """Whether model and attention are made of kernels that can be recorded."""
+        native = type(self._model.operators) is NativeOperators
+        return native and type(self._backend) is NativeAttention
 
     def _refuse(self, why: str) -> None:
         """The module runs from now on; it also stores again what a wrong replay may have stored."""
@@ -120,7 +128,7 @@ class RecordedForward:
 
     def _record(self, rotation: Rotation) -> None:
         model, pages = self._model, self._storage.pages
-        self._recording, self._modules = None, _Modules(model)
+        self._recording = None
         self._positions = torch.zeros(CAPACITY, dtype=torch.int64)
         self._x = torch.zeros(CAPACITY, model.config.hidden_size)
         recorder = Recorder(
@@ -130,7 +138,6 @@ class RecordedForward:
         metadata = AttentionMetadata(np.arange(2), one, np.zeros((1, 1), np.int64), 1)
         attention = PagedAttention(metadata, pages, NativeAttention(recorder), self._group)
         self._plan = attention.plan
-        recorder.also(*self._plan.memory)
         angles = Rotation(self._positions, rotation.cos, rotation.sin)
         self._hidden = model.transform(NativeOperators(recorder), self._x, angles, attention)
         self._recording = recorder.recording()

@@ -37,8 +37,8 @@ class ModelRunner:
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._workspace: Tensor | None = None
         self.recorded: RecordedForward | None = None
-        if not enforce_eager and RecordedForward.serves(model, backend):
-            self.recorded = RecordedForward(model, storage, self._group)
+        if not enforce_eager:
+            self.recorded = RecordedForward(model, storage, backend, self._group)
 
     @torch.no_grad()
     def execute(self, plan: StepPlan, batch: RunningBatch) -> SampledRows:
@@ -72,7 +72,7 @@ class ModelRunner:
         return sample(self._logits(rows), inputs.sampling, vocabulary)
 
     def _forward(self, input_ids: Tensor, positions: Tensor, attention: PagedAttention) -> Tensor:
-        if self.recorded is not None and RecordedForward.serves(self._model, self._backend):
+        if self.recorded is not None:
             hidden = self.recorded(input_ids, positions, attention)
             if hidden is not None:
                 return hidden

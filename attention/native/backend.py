@@ -15,10 +15,9 @@ from torch import Tensor
 
 from attention.metadata import AttentionMetadata
 from attention.native.kernels import Heads, Slots, Step, library, unavailable
-from attention.native.recording import Kernels
+from attention.native.recording import AT_ONCE, Kernels
 
 HEAD_DIM_MULTIPLE = 16
-_AT_ONCE = Kernels()
 
 
 class _Plan:
@@ -37,12 +36,7 @@ class _Plan:
         table = self._arrays[3]
         addresses = [a.ctypes.data for a in self._arrays]
         self._step = Step(len(metadata.seq_lens), *addresses, table.shape[1], metadata.block_size)
-        self.step = ctypes.addressof(self._step)
-
-    @property
-    def memory(self) -> tuple[int, int, object]:
-        """Address and bytes of what the kernels are handed, and who owns it."""
-        return self.step, ctypes.sizeof(Step), self
+        self.step = ctypes.byref(self._step)
 
     def become(self, other: _Plan) -> None:
         """Calls that were recorded with this plan find `other`'s step from now on."""
@@ -89,7 +83,7 @@ class NativeAttention:
     name = "native"
     exact = True
 
-    def __init__(self, kernels: Kernels = _AT_ONCE) -> None:
+    def __init__(self, kernels: Kernels = AT_ONCE) -> None:
         library()
         self.kernels = kernels
 
@@ -139,7 +133,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, keys, values, plan):  # type: ignore[no-untyped-def]
         lse = q.new_empty(q.shape[:2])
-        out = _forward(_AT_ONCE, q, keys, values, plan, lse)
+        out = _forward(AT_ONCE, q, keys, values, plan, lse)
         ctx.save_for_backward(q, keys, values, out, lse)
         ctx.plan = plan
         return out

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from attention.native.kernels import library
 
-MAX_ARGUMENTS = 14
 ALIGNMENT = 64
 """bytes; a cache line, and a register of AVX-512"""
 
@@ -49,27 +48,7 @@ class Kernels:
         return like.new_empty(shape)
 
 
-class _Memory:
-    """Memory of one recording. What no tensor uses any more is given out again for the same size,
-    so that a layer's results lie where those of the layer before did."""
-
-    def __init__(self) -> None:
-        self.blocks: list[NDArray[np.uint8]] = []
-        self._free: dict[int, list[NDArray[np.uint8]]] = {}
-
-    def take(self, floats: int) -> NDArray[np.float32]:
-        """Free again when the returned array, and every tensor made of it, is gone."""
-        size = -(-floats * 4 // ALIGNMENT) * ALIGNMENT
-        free = self._free.setdefault(size, [])
-        if not free:
-            memory = np.empty(size + ALIGNMENT, np.uint8)
-            start = -memory.ctypes.data % ALIGNMENT
-            free.append(memory[start : start + size])
-            self.blocks.append(free[-1])
-        block = free.pop()
-        array: NDArray[np.float32] = np.frombuffer(block, np.float32, floats)
-        weakref.finalize(array, free.append, block)
-        return array
+AT_ONCE = Kernels()
 
 
 class Recorder(Kernels):
@@ -77,28 +56,38 @@ class Recorder(Kernels):
 
     known: every tensor that the forward reads or writes and no kernel has made, fp32 or int64 on
         a CPU. They are not kept: whoever replays sees to it that they are still where they were.
+
+    What no tensor uses any more is given out again for the same size, so that a layer's results
+    lie where those of the layer before did.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        self._memory = _Memory()
-        self._calls: list[list[int]] = []
+        self._calls: list[NDArray[np.int64]] = []
         self._kept: list[object] = []
-        spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in known]
-        self._spans = dict(spans)
-        self._starts = sorted(self._spans)
+        self._free: dict[int, list[NDArray[np.uint8]]] = {}
+        self._ends: dict[int, int] = {}  # of known memory, by where it starts
+        self._starts: list[int] = []  # sorted
+        for tensor in known:
+            self._know(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def empty(self, like: Tensor, *shape: int) -> Tensor:
-        count = len(self._memory.blocks)
-        tensor = torch.from_numpy(self._memory.take(math.prod(shape))).view(shape)
-        for block in self._memory.blocks[count:]:
-            self._spans[block.ctypes.data] = block.ctypes.data + block.nbytes
-            self._starts = sorted(self._spans)
-        return tensor
+        floats = math.prod(shape)
+        size = -(-floats * 4 // ALIGNMENT) * ALIGNMENT
+        free = self._free.setdefault(size, [])
+        if not free:
+            memory = np.empty(size + ALIGNMENT, np.uint8)
+            start = -memory.ctypes.data % ALIGNMENT
+            free.append(memory[start : start + size])
+            self._know(free[-1].ctypes.data, size)
+        block = free.pop()
+        array = np.frombuffer(block, np.float32, floats)
+        weakref.finalize(array, free.append, block)  # when every tensor made of it is gone
+        return torch.from_numpy(array).view(shape)
 
     def launch(self, kernel: Any, *arguments: Any) -> None:
         if not hasattr(kernel, "slots_address"):
             raise NotRecordable(f"{kernel.__name__} cannot be recorded: it is not RECORDABLE")
-        slots = np.zeros(2 + MAX_ARGUMENTS, np.int64)
+        slots = np.zeros(2 + len(arguments), np.int64)
         slots[:2] = kernel.slots_address, kernel.rows_argument
         for index, (kind, value) in enumerate(zip(kernel.argtypes, arguments, strict=True)):
             if kind is ctypes.c_float:
@@ -115,20 +104,21 @@ class Recorder(Kernels):
             else:  # byref(structure)
                 self._kept.append(value)
                 slots[2 + index] = ctypes.addressof(value._obj)
-        self._calls.append(slots.tolist())
+        self._calls.append(slots)
 
-    def also(self, address: int, size: int, owner: object) -> None:
-        """Memory beside tensors that kernels are handed; `owner` keeps it."""
-        self._kept.append(owner)
-        self._spans[address] = address + size
-        self._starts = sorted(self._spans)
+    def recording(self) -> Recording:
+        calls = np.zeros((len(self._calls), max(map(len, self._calls), default=2)), np.int64)
+        for row, call in zip(calls, self._calls, strict=True):
+            row[: len(call)] = call
+        return Recording(calls, [self._free, *self._kept])
+
+    def _know(self, address: int, size: int) -> None:
+        self._ends[address] = address + size
+        insort(self._starts, address)
 
     def _is_known(self, address: int) -> bool:
         index = bisect_right(self._starts, address) - 1
-        return index >= 0 and address < self._spans[self._starts[index]]
-
-    def recording(self) -> Recording:
-        return Recording(np.array(self._calls, np.int64), [self._memory, *self._kept])
+        return index >= 0 and address < self._ends[self._starts[index]]
 
 
 class Recording:

@@ -180,6 +180,19 @@ def test_a_hook_is_called_in_every_step_it_is_there(replays):
     assert len(replays) > count
 
 
+def test_a_hook_of_an_exchanged_module_sees_no_recording(replays):
+    """It is called once a step, on what was computed; not while the new module is written down."""
+    model, seen = tiny_model(), []
+    engine = RolloutEngine(model)
+    rollouts(engine, [[5, 6]], max_tokens=4, ignore_eos=True)
+    count = len(replays)
+    layer = tiny_model(seed=5).model.layers[1]
+    layer.register_forward_hook(lambda module, args, out: seen.append(len(out[0])))
+    model.model.layers[1] = layer
+    rollouts(engine, [[7, 8]], max_tokens=4, ignore_eos=True)
+    assert seen == [2, 1, 1, 1] and len(replays) == count
+
+
 class Doubling(torch.nn.Module):
     """A layer that computes something beside the kernels."""
 

@@ -111,10 +111,6 @@ def reader(world: World, i: int, me: Process, rules: Rules) -> Successors:
 
 
 def writer(world: World, i: int, me: Process, rules: Rules) -> Successors:
-    if me.at in _STORES and me.epoch != world.epoch:
-        raise Violation("a trainer that was superseded changes nothing")
-    if me.at in _STORES and (world.exclusive != i or world.shared - {i}):
-        raise Violation("weights change while nobody reads")
     step = me._replace
     match me.at:
         case "look":
@@ -144,13 +140,11 @@ def writer(world: World, i: int, me: Process, rules: Rules) -> Successors:
             seq = world.seq + 1 if rules.writer_marks else world.seq
             yield world.moved(i, step(at="half"), seq=seq)
         case "half":
-            yield world.moved(i, step(at="whole"), halves=(me.content, world.halves[1]))
+            yield from _change(world, i, me)
             if rules.writer_marks:
                 yield world.moved(i, step(at="poison"), halves=(me.content, world.halves[1]))
-        case "whole":
-            yield world.moved(i, step(at="commit"), halves=(me.content, me.content))
-        case "commit":
-            yield _commit(world, i, step(at="even"))
+        case "whole" | "commit":
+            yield from _change(world, i, me)
         case "even":
             seq = world.seq + 1 if rules.writer_marks else world.seq
             yield world.moved(i, step(at="unlock"), seq=seq)
@@ -197,12 +191,8 @@ def recoverer(world: World, i: int, me: Process, rules: Rules) -> Successors:
         case "odd":
             at = "half" if rules.recovery_reloads else "commit"
             yield world.moved(i, step(at=at), seq=world.seq | 1)
-        case "half":
-            yield world.moved(i, step(at="whole"), halves=(me.content, world.halves[1]))
-        case "whole":
-            yield world.moved(i, step(at="commit"), halves=(me.content, me.content))
-        case "commit":
-            yield _commit(world, i, step(at="even"))
+        case "half" | "whole" | "commit":
+            yield from _change(world, i, me)
         case "even":
             yield world.moved(i, step(at="unlock"), seq=world.seq + 1)
         case "unlock":
@@ -215,10 +205,29 @@ def _begin(world: World, i: int, after: Process, attempt: int) -> World:
     return world.moved(i, after, attempt=attempt, tried=world.tried | {after.version})
 
 
-def _commit(world: World, i: int, after: Process) -> World:
-    """The one word that holds version and state."""
-    published = world.published | {(after.version, after.content)}
-    return world.moved(i, after, version=after.version, state=STABLE, published=published)
+def _change(world: World, i: int, me: Process) -> Successors:
+    """One half of the weights, the other, and the one word that holds version and state."""
+    match me.at:
+        case "half":
+            halves = (me.content, world.halves[1])
+            yield world.moved(i, me._replace(at="whole"), halves=halves)
+        case "whole":
+            halves = (me.content, me.content)
+            yield world.moved(i, me._replace(at="commit"), halves=halves)
+        case "commit":
+            published = world.published | {(me.version, me.content)}
+            after = me._replace(at="even")
+            yield world.moved(i, after, version=me.version, state=STABLE, published=published)
+
+
+def _require_alone(world: World, i: int, me: Process) -> None:
+    """Of whoever is about to change a word or the weights."""
+    if me.at not in _STORES:
+        return
+    if me.at != "claim" and me.epoch != world.epoch:
+        raise Violation("a trainer that was superseded changes nothing")
+    if world.exclusive != i or world.shared:
+        raise Violation("weights and words change while nobody reads or writes")
 
 
 PROGRAMS: dict[str, Callable[[World, int, Process, Rules], Successors]] = {
@@ -233,6 +242,7 @@ def successors(world: World, rules: Rules) -> Successors:
     for i, me in enumerate(world.processes):
         if me.at == "end":
             continue
+        _require_alone(world, i, me)
         yield from PROGRAMS[me.program](world, i, me, rules)
         if world.crashes:
             free = world.exclusive if world.exclusive != i else NOBODY

@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.native.recording import Kernels
+from attention.native.recording import AT_ONCE, Kernels
 from rollout.model.fusion import linear_with
 from rollout.model.native.library import library
 from rollout.model.rotary import Rotation
 from rollout.model.vocabulary import NativeVocabulary
-
-_AT_ONCE = Kernels()
 
 
 class NativeOperators:
@@ -28,7 +26,7 @@ class NativeOperators:
     exact = True
     vocabulary = NativeVocabulary()
 
-    def __init__(self, kernels: Kernels = _AT_ONCE) -> None:
+    def __init__(self, kernels: Kernels = AT_ONCE) -> None:
         library()
         self.kernels = kernels
 
@@ -122,7 +120,7 @@ class _RMSNorm(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return _add_rms_norm(_AT_ONCE, x, None, weight, eps)[1]
+        return _add_rms_norm(AT_ONCE, x, None, weight, eps)[1]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -134,7 +132,7 @@ class _RMSNorm(torch.autograd.Function):
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, delta, weight, eps):  # type: ignore[no-untyped-def]
-        total, out = _add_rms_norm(_AT_ONCE, x, delta, weight, eps)
+        total, out = _add_rms_norm(AT_ONCE, x, delta, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
         return total, out
@@ -177,7 +175,7 @@ class _Rotate(torch.autograd.Function):
         qkv = qkv.contiguous()
         ctx.save_for_backward(qkv if q_norm is not None else None, q_norm, k_norm)
         ctx.rotation, ctx.eps, ctx.shape = rotation, eps, qkv.shape
-        q, k, v = _rotate(_AT_ONCE, qkv, rotation, kv_heads, q_norm, k_norm, eps)
+        q, k, v = _rotate(AT_ONCE, qkv, rotation, kv_heads, q_norm, k_norm, eps)
         return q, k, v.contiguous()
 
     @staticmethod
@@ -210,7 +208,7 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx, gate_up):  # type: ignore[no-untyped-def]
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        return _silu_mul(_AT_ONCE, gate_up)
+        return _silu_mul(AT_ONCE, gate_up)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
