@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ class Learner:
             model, optimizer, schedule
         )
         self.updates = 0
+        self._initial_state = copy.deepcopy(self.state_dict())
 
     def step(
         self,
@@ -101,6 +103,23 @@ class Learner:
         metrics.set("timing_s/train", time.perf_counter() - started)
         return metrics.result()
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on beside weights and batch; tensors are not copied."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "lr_scheduler": self._schedule.state_dict(),
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `state_dict`'s value, to the bit; None = from the beginning."""
+        if state is None:
+            state = self._initial_state
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["lr_scheduler"])
+        self.optimizer.zero_grad()
+        self.updates = int(state["updates"])
+
     def _minibatch(
         self,
         batch: RolloutBatch,
@@ -130,7 +149,7 @@ class Learner:
         receipt = self._gate.last_receipt
         assert receipt is not None
         metrics.add("publication/wait_s", receipt.wait_s)
-        metrics.add("publication/update_s", receipt.update_s)
+        metrics.add("publication/update_s", receipt.held_s)
         metrics.add("publication/bytes_copied", float(receipt.bytes_copied))
 
     def _accumulate(

@@ -33,12 +33,12 @@ from rollout.policy import (
     WeightsError,
     check_version,
 )
-from trainer_bridge.arena import WeightArena
+from trainer_bridge.arena import ArenaHandle, WeightArena
 from trainer_bridge.control_page import ControlPage, State
 from trainer_bridge.file_lock import FileLock
 from trainer_bridge.gate_settings import GateSettings
 from trainer_bridge.memory import MemoryHandle
-from trainer_bridge.receipt import PublicationReceipt
+from trainer_bridge.receipt import PublicationReceipt, WeightsEcho
 from trainer_bridge.step_reader import StepReader
 from trainer_bridge.writer_lock import QuiesceTimeout, WriterLock
 
@@ -75,7 +75,7 @@ class SharedGate:
         self.page = page
         self.last_receipt: PublicationReceipt | None = None
         self._module = module
-        self._undo = settings.undo
+        self._undo = arena.writable and settings.wants_undo(arena.layout.total_bytes)
         self._synchronize = synchronize
         self._notify = notify
         self._epoch = page.epoch
@@ -123,6 +123,22 @@ class SharedGate:
         """Pickleable, through this process's descriptor: any live process can give one."""
         return self.page.region.handle()
 
+    def attachment(self) -> tuple[ArenaHandle, MemoryHandle]:
+        """Handles of the weights and of this gate, both through this process."""
+        return self.arena.handle(), self.handle()
+
+    def echo(self, checksum: bool = False) -> WeightsEcho:
+        """What this process reads, while nobody writes. `ParameterLeftArena` if its module reads
+        something else. `checksum` reads every byte."""
+        with self.read() as version:
+            self._require_bound()
+            return WeightsEcho(
+                version,
+                len(self.arena.layout.entries),
+                self.arena.region.nonce.hex(),
+                self.arena.checksum() if checksum else None,
+            )
+
     @property
     def version(self) -> int:
         """The live policy version. Never blocks."""
@@ -140,6 +156,18 @@ class SharedGate:
         `TornWeights`, `PoisonedWeights`, or `UpdateBusy` when an update lasts too long.
         """
         return self._reader
+
+    def wait_until_whole(self, timeout_s: float) -> None:
+        """Return when the weights can be read. Raises what `read` raises if that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                with self.read():
+                    return
+            except WeightsError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.05)
 
     def open(self, policy_version: int = 0) -> None:
         """Publish the weights as they lie in the arena as the first version."""
@@ -259,7 +287,7 @@ class SharedGate:
             tensors=len(self.arena.layout.entries),
             bytes_copied=0 if undo is None else self.arena.layout.total_bytes,
             wait_s=wait_s,
-            update_s=time.perf_counter() - started,
+            held_s=time.perf_counter() - started,
         )
         self._tell(target)
         return result

@@ -15,6 +15,8 @@ class TrainerConfig:
     minibatch_size: rollouts per optimizer step; None = the whole batch. num_iterations: passes
     over a batch. micro_batch_tokens: input tokens per forward; bounds memory, changes no result.
     num_threads: CPU threads of the trainer; None = all cores.
+    undo: keep a copy of the weights during an update, so that one that raises leaves the old ones;
+    None = while there is plenty of memory (`GateSettings`).
     """
 
     learning_rate: float = 1e-6
@@ -28,6 +30,7 @@ class TrainerConfig:
     num_iterations: int = 1
     micro_batch_tokens: int = 8192
     num_threads: int | None = None
+    undo: bool | None = None
 
     def __post_init__(self) -> None:
         if self.lr_schedule not in ("constant", "linear", "cosine"):

@@ -4,8 +4,9 @@
 
 For each size, with rollout readers in Ray actors that step through the gate all the while:
   word      a publication whose update changes nothing, while nobody reads
-  serving   the same while every actor is in a step most of the time: the wait for the boundary
-  commit    the same, and every actor answers that it sees the new version
+  undo      the same with an undo copy, made before the gate closes (`GateSettings.undo`)
+  serving   as "word", while every actor is in a step most of the time: the wait for the boundary
+  commit    as "serving", and every actor answers that it sees the new version
   ray       put, get and copy of all weights into each actor's own memory, as the alternative
             (as NumPy arrays, which the object store hands out without a copy)
 A table goes to stdout and one JSON line last. Times are medians, in milliseconds.
@@ -28,7 +29,7 @@ from torch import nn
 
 from trainer_bridge.arena import ArenaHandle, ArenaLayout, WeightArena
 from trainer_bridge.memory import MemoryHandle
-from trainer_bridge.publication import SharedGate
+from trainer_bridge.publication import GateSettings, SharedGate
 
 NUM_TENSORS = 16
 MB = 1_000_000
@@ -91,15 +92,19 @@ class RolloutReader:
             self._steps += 1
 
 
-def median_ms(act: Callable[[], object], repeats: int, pause_s: float = 0.0) -> float:
+def timed_ms(act: Callable[[], object], repeats: int, pause_s: float = 0.0) -> list[float]:
     """`pause_s` lets the readers get into a step again before each, as training would."""
     times = []
     for repeat in range(repeats):
         time.sleep(pause_s * (1 + repeat / repeats))
         began = time.perf_counter()
         act()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def median_ms(act: Callable[[], object], repeats: int, pause_s: float = 0.0) -> float:
+    return statistics.median(timed_ms(act, repeats, pause_s))
 
 
 def measure(size_mb: int, num_actors: int, step_s: float, repeats: int) -> dict[str, float]:
@@ -107,8 +112,9 @@ def measure(size_mb: int, num_actors: int, step_s: float, repeats: int) -> dict[
         module = Weights(size_mb * MB)
     arena = WeightArena.create(ArenaLayout.for_module(module))
     arena.bind(module, requires_grad=True)
-    gate = SharedGate.create(arena, module=module)
+    gate = SharedGate.create(arena, module, GateSettings(undo=False))
     gate.open()
+    careful = SharedGate.attach(arena, gate.handle(), module, GateSettings(undo=True))
     actor_class = ray.remote(num_cpus=0, max_concurrency=2)(RolloutReader)
     actors = [actor_class.remote(arena.handle(), gate.handle(), step_s) for _ in range(num_actors)]
     gate_us = max(ray.get([actor.gate_cost_us.remote(5000) for actor in actors]))
@@ -128,8 +134,10 @@ def measure(size_mb: int, num_actors: int, step_s: float, repeats: int) -> dict[
         ray.get([actor.load.remote(reference) for actor in actors])
 
     word_ms = median_ms(publish, 10 * repeats)
+    undo_ms = median_ms(lambda: careful.write(None, lambda target: None), 5)
+    careful.close()
     ray.get([actor.serve.remote(True) for actor in actors])
-    serving_ms = median_ms(publish, repeats, pause_s=3 * step_s)
+    serving_ms = timed_ms(publish, repeats, pause_s=3 * step_s)
     commit_ms = median_ms(publish_and_ask, repeats, pause_s=3 * step_s)
     receipt = gate.last_receipt
     steps = sum(ray.get([actor.serve.remote(False) for actor in actors]))
@@ -144,7 +152,9 @@ def measure(size_mb: int, num_actors: int, step_s: float, repeats: int) -> dict[
     return {
         "size_mb": size_mb,
         "word_ms": round(word_ms, 4),
-        "serving_ms": round(serving_ms, 3),
+        "undo_ms": round(undo_ms, 3),
+        "serving_ms": round(statistics.median(serving_ms), 3),
+        "serving_p95_ms": round(statistics.quantiles(serving_ms, n=20)[-1], 3),
         "commit_ms": round(commit_ms, 3),
         "bytes_copied": receipt.bytes_copied,
         "ray_ms": round(ray_ms, 1),
@@ -172,7 +182,7 @@ def main() -> None:
     )
     rows = []
     print(
-        f"{'MB':>6} {'word':>9} {'serving':>9} {'commit':>9} {'copied':>7}"
+        f"{'MB':>6} {'word':>9} {'undo':>9} {'serving':>9} {'p95':>9} {'commit':>9} {'copied':>7}"
         f" {'ray':>10} {'ray copied':>11} {'gate/step':>10}"
     )
     try:
@@ -180,7 +190,8 @@ def main() -> None:
             row = measure(size, options.actors, options.step_ms / 1e3, options.repeats)
             rows.append(row)
             print(
-                f"{size:>6} {row['word_ms']:>6.3f} ms {row['serving_ms']:>6.1f} ms"
+                f"{size:>6} {row['word_ms']:>6.3f} ms {row['undo_ms']:>6.1f} ms"
+                f" {row['serving_ms']:>6.1f} ms {row['serving_p95_ms']:>6.1f} ms"
                 f" {row['commit_ms']:>6.1f} ms {row['bytes_copied']:>5} B {row['ray_ms']:>7.0f} ms"
                 f" {row['ray_bytes_copied'] / MB:>8.0f} MB {row['gate_us_per_step']:>7.1f} us",
                 flush=True,

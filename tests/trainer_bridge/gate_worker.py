@@ -21,6 +21,7 @@ import torch
 from trainer_bridge.arena import ArenaHandle, WeightArena
 from trainer_bridge.memory import MemoryHandle
 from trainer_bridge.publication import GateSettings, SharedGate
+from trainer_bridge.receipt import WeightsEcho
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "trainer_bridge.publication"])
@@ -123,6 +124,9 @@ class Worker:
     def checksum(self) -> str:
         with self.gate.read():
             return self.arena.checksum()
+
+    def echo(self) -> WeightsEcho:
+        return self.gate.echo(checksum=True)
 
     def write(self, version: int | None = None) -> int:
         return self.gate.write(version, self._fill)

@@ -18,7 +18,7 @@ from tests.models import tiny_config, tiny_model
 from trainer_bridge import Algorithm, TrainerConfig, resolve_algorithm, score
 from trainer_bridge.arena import ArenaLayout, WeightArena
 from trainer_bridge.learner import Learner
-from trainer_bridge.publication import SharedGate
+from trainer_bridge.publication import GateSettings, SharedGate
 
 
 class Bench:
@@ -30,7 +30,7 @@ class Bench:
         self.arena = WeightArena.create(ArenaLayout.for_module(self.model))
         self.arena.bind(self.model, requires_grad=True)
         self.arena.copy_from(source)
-        self.gate = SharedGate.create(self.arena, self.model)
+        self.gate = SharedGate.create(self.arena, self.model, GateSettings(undo=False))
         self.gate.open()
         config = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": None, **settings})
         self.learner = Learner(self.model, self.gate, config)

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from trainer_bridge.arena import ArenaLayout, WeightArena
 from trainer_bridge.control_page import ControlPage
 from trainer_bridge.publication import GateSettings, QuiesceTimeout, SharedGate, State
 
-QUICK = GateSettings(quiesce_timeout_s=0.4, reader_timeout_s=0.4, intent_lease_s=0.1)
+QUICK = GateSettings(
+    quiesce_timeout_s=0.4, reader_timeout_s=0.4, intent_lease_s=0.1, undo=False
+)
 
 
 def small_model(width: int = 64, layers: int = 8) -> nn.Sequential:
@@ -129,7 +132,7 @@ def test_receipt_says_what_was_done(arena: WeightArena, gate: SharedGate) -> Non
     receipt = gate.last_receipt
     assert receipt is not None
     assert (receipt.version, receipt.tensors, receipt.bytes_copied) == (1, 16, 0)
-    assert receipt.update_s >= 0.02 > receipt.wait_s >= 0
+    assert receipt.held_s >= 0.02 > receipt.wait_s >= 0
 
     careful = SharedGate.attach(arena, gate.handle(), settings=GateSettings(undo=True))
     careful.write(None, lambda target: None)
@@ -164,6 +167,39 @@ def test_telling_is_best_effort(arena: WeightArena, gate: SharedGate) -> None:
 
 
 # Failing updates
+
+
+def test_the_undo_copy_is_kept_while_there_is_room(
+    arena: WeightArena, gate: SharedGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default; an explicit choice stands whatever the memory."""
+    total = arena.layout.total_bytes
+    memory = SimpleNamespace(available=8 * total)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    assert GateSettings().wants_undo(total)
+    memory.available -= 1
+    assert not GateSettings().wants_undo(total)
+    assert GateSettings(undo=True).wants_undo(total)
+    memory.available = 100 * total
+    assert not GateSettings(undo=False).wants_undo(total)
+
+
+def test_a_process_says_what_it_reads(
+    model: nn.Module, arena: WeightArena, gate: SharedGate, start: StartWorker
+) -> None:
+    """W13: version, tensors, memory, and a checksum when asked; never while an update runs."""
+    echo = gate.echo()
+    assert (echo.version, echo.tensors, echo.checksum) == (0, 16, None)
+    reader = start()
+    theirs = reader.ask("echo")
+    assert theirs == gate.echo(checksum=True)
+    gate.write(None, lambda target: fill(arena, target))
+    assert reader.ask("echo") != theirs
+    assert reader.ask("echo") == gate.echo(checksum=True)
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.data = parameter.data.clone()
+    with pytest.raises(ParameterLeftArena, match=name):
+        gate.echo()
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("in the step"), KeyboardInterrupt()])
