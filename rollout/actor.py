@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 import psutil
 import torch
 
 from rollout.engine import RolloutEngine
-from rollout.rollout_batch import RolloutBatch
-from rollout.transport import PackedPrompts
+from rollout.exactness import Exactness
+from rollout.open_batch import OpenBatch
+from rollout.policy import WeightsError
+from rollout.process_identity import ProcessIdentity
+from rollout.transport import FinishedPrompts, PackedPrompts
+
+PART_S = 0.25
+"""How often finished prompts leave an actor that still computes others."""
+
+
+class StaleWeights(WeightsError):
+    """The weights this actor reads are older than the version it was asked to sample with."""
 
 
 class RolloutActor:
     """A shell around `RolloutEngine`, made a Ray actor by whoever starts it (`ray.remote`).
 
     build_engine: called once in the actor's process; attaches to the weights. num_threads: CPU
-    threads of this process. Give it `max_concurrency >= 2`: `run` occupies one of Ray's threads,
-    and the other calls must be answered meanwhile.
+    threads of this process. Give it `max_concurrency >= 4`: each `run` occupies one of Ray's
+    threads, and the other calls, heartbeats first, must be answered meanwhile.
 
     All computing is done on one scheduler thread, whichever of Ray's threads asks: OpenMP keeps a
     team of workers, and malloc an arena, for every thread that ever computed.
@@ -31,12 +43,58 @@ class RolloutActor:
             1, "scheduler", torch.set_num_threads, (num_threads,)
         )
         self._engine = self._scheduler_thread.submit(build_engine).result()
+        self._runs: dict[int, OpenBatch] = {}
 
-    def run(self, prompts: PackedPrompts) -> RolloutBatch:
-        """Sample every prompt; rollouts in the order of the prompts, `prompt_index` renumbered."""
-        tasks = prompts.unpack()
-        rollouts = self._scheduler_thread.submit(self._engine.run_tasks, tasks).result()
-        return RolloutBatch.from_rollouts(rollouts)
+    def run(
+        self, run_id: int, prompts: PackedPrompts, min_version: int = 0
+    ) -> Iterator[FinishedPrompts | WeightsError]:
+        """Sample every prompt; whole prompts are handed out while others are still computed.
+
+        A Ray streaming generator: what was handed out survives this process. run_id: for
+        `abort_run`. If the weights cannot be read, the last thing handed out is why (so that Ray
+        does not log it where nobody waits any more): `StaleWeights` if the live version is below
+        `min_version`, `TornWeights`, `PoisonedWeights`, `UpdateBusy`.
+        """
+        try:
+            if self._engine.policy_version < min_version:
+                raise StaleWeights(
+                    f"asked for rollouts of policy version {min_version} or later, but the "
+                    f"weights here are version {self._engine.policy_version}"
+                )
+            yield from self._parts(run_id, prompts)
+        except WeightsError as error:
+            yield error
+
+    def _parts(self, run_id: int, prompts: PackedPrompts) -> Iterator[FinishedPrompts]:
+        batch = self._runs[run_id] = self._engine.open_batch(prompts.unpack())
+        try:
+            computing = self._scheduler_thread.submit(batch.compute)
+            while not wait_for_futures([computing], PART_S).done:
+                if rollouts := batch.take_finished():
+                    yield FinishedPrompts.pack(rollouts)
+            computing.result()
+            if rollouts := batch.take_rest():
+                yield FinishedPrompts.pack(rollouts)
+        finally:
+            del self._runs[run_id]
+
+    def abort_run(self, run_id: int) -> None:
+        """Nobody waits for this run any more; its prompts end as `aborted`."""
+        if batch := self._runs.get(run_id):
+            batch.abort()
+
+    def heartbeat(self) -> str:
+        """Answered at once by a process that is alive."""
+        stats = self._engine.get_stats()
+        return (
+            f"{stats['steps']} steps done, {stats['requests_running']} requests running, "
+            f"{stats['requests_waiting']} waiting, policy version {stats['policy_version']}, "
+            f"at {time.strftime('%H:%M:%S')}"
+        )
+
+    def process_identity(self) -> ProcessIdentity:
+        """Which process this is, for whoever may have to end it."""
+        return ProcessIdentity.of_this()
 
     def describe(self) -> dict[str, Any]:
         """Who this is, what it reads and promises: answered as soon as the engine is ready."""
@@ -45,7 +103,22 @@ class RolloutActor:
             "policy_version": self._engine.policy_version,
             "backend": self._engine.backend_name,
             "exactness": self._engine.exactness,
+            "attachment": self.attachment(),
         }
+
+    def probe(self) -> tuple[int, Exactness]:
+        """`RolloutEngine.probe`: for processes that compare what they compute."""
+        return self._engine.probe()
+
+    def attachment(self) -> Any:
+        """Handles to the weights and their gate through this process, whoever created them; None
+        where a gate of one process guards them."""
+        gate: Any = self._engine.gate
+        return gate.attachment() if hasattr(gate, "attachment") else None
+
+    def weights_echo(self, checksum: bool) -> Any:
+        """What this process reads: `SharedGate.echo`."""
+        return self._engine.gate.echo(checksum)  # type: ignore[attr-defined]
 
     def get_stats(self) -> dict[str, Any]:
         """The engine's counters; answered while a batch runs."""

@@ -24,8 +24,9 @@ from rollout.construction import (
     kv_storage,
 )
 from rollout.core import IN_FLIGHT_MODES, EngineCore
-from rollout.exactness import settle
+from rollout.exactness import Exactness, settle
 from rollout.model import Decoder, attention_for
+from rollout.open_batch import OpenBatch
 from rollout.policy import LocalGate, WeightGate
 from rollout.request import PromptTask, Request, Rollout, prompt_tasks
 from rollout.runner import ModelRunner
@@ -143,7 +144,8 @@ class RolloutEngine:
             self._board.deliver,
         )
         self._serving = Serving(self._core, self._board)
-        self.exactness = self._core.snapshot(lambda _: settle(exact, model, self._backend))
+        self._exact = exact
+        self.exactness = self.probe()[1]
         self._run_seed = run_seed
         self._next_uid = 0
 
@@ -151,6 +153,11 @@ class RolloutEngine:
     def policy_version(self) -> int:
         """The live policy version."""
         return self._gate.version
+
+    @property
+    def gate(self) -> WeightGate:
+        """Who guards the weights."""
+        return self._gate
 
     @property
     def backend_name(self) -> str:
@@ -186,9 +193,16 @@ class RolloutEngine:
 
     def run_tasks(self, tasks: Sequence[PromptTask]) -> list[Rollout]:
         """`run_batch` for prompts whose seeds are settled (see `prompt_tasks`)."""
-        requests = self._requests(tasks)
-        self._core.run(requests)
-        return [r.result() for r in requests]
+        batch = self.open_batch(tasks)
+        batch.compute()
+        return batch.take_rest()
+
+    def open_batch(self, tasks: Sequence[PromptTask]) -> OpenBatch:
+        """`run_tasks` in parts: one thread calls `compute()`, another takes what has ended.
+
+        The tasks' `prompt_index`es must differ. Nothing is queued before `compute()`.
+        """
+        return OpenBatch(self._requests(tasks), self._core.run, self._core.abort)
 
     def _prompt_tasks(
         self,
@@ -347,6 +361,15 @@ class RolloutEngine:
     def recover(self, reload: Callable[[], None] | None = None) -> int:
         """Leave the poisoned state after `reload` has rewritten every weight; new version."""
         return self._core.recover(reload)
+
+    def probe(self) -> tuple[int, Exactness]:
+        """Settle and prove the mode again, on the weights as they are now: their version, and what
+        was found. `ExactnessRefused` where it does not hold."""
+        if self._exact is False:  # nothing is read
+            return self.policy_version, settle(False, self.model, self._backend)
+        return self._core.snapshot(
+            lambda version: (version, settle(self._exact, self.model, self._backend))
+        )
 
     # ---------------------------------------------------------------- KV memory
 

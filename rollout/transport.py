@@ -1,14 +1,15 @@
-"""Prompts on the wire: one packed message per actor and batch."""
+"""Prompts and rollouts on the wire: a handful of arrays per message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.request import PromptTask
+from rollout.request import PromptTask, Rollout
+from rollout.rollout_batch import RolloutBatch
 from rollout.sampling import SamplingParams
 
 
@@ -54,3 +55,25 @@ class PackedPrompts:
             )
             for i in range(len(self.seeds))
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedPrompts:
+    """All samples of some prompts. prompt_index int64 `[N]`: per rollout, the `PromptTask`'s."""
+
+    prompt_index: NDArray[np.int64]
+    batch: RolloutBatch
+
+    @staticmethod
+    def pack(rollouts: Sequence[Rollout]) -> FinishedPrompts:
+        return FinishedPrompts(
+            np.array([r.prompt_index for r in rollouts], dtype=np.int64),
+            RolloutBatch.from_rollouts(rollouts),
+        )
+
+    def unpack(self) -> dict[int, list[Rollout]]:
+        """The samples of each prompt, by the prompt's index."""
+        found: dict[int, list[Rollout]] = {}
+        for index, rollout in zip(self.prompt_index.tolist(), self.batch, strict=True):
+            found.setdefault(index, []).append(replace(rollout, prompt_index=index))
+        return found

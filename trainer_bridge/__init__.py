@@ -1,8 +1,9 @@
 """Lockstep's trainer side: shared weights, their publication, and the step that changes them."""
 
 from trainer_bridge.algorithm import Algorithm, resolve_algorithm
-from trainer_bridge.colocation import Colocation
+from trainer_bridge.colocation import Colocation, TrainerLost, WeightsDiffer
 from trainer_bridge.proof import Proof, prove
+from trainer_bridge.receipt import PublicationReceipt, WeightsEcho
 from trainer_bridge.scoring import score
 from trainer_bridge.trainer_config import TrainerConfig
 
@@ -10,7 +11,11 @@ __all__ = [
     "Algorithm",
     "Colocation",
     "Proof",
+    "PublicationReceipt",
     "TrainerConfig",
+    "TrainerLost",
+    "WeightsDiffer",
+    "WeightsEcho",
     "prove",
     "resolve_algorithm",
     "score",

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,25 +26,43 @@ from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.exactness import Exactness, ExactnessRefused, alike
 from rollout.model import Decoder, DecoderConfig
+from rollout.policy import WeightsError
 from rollout.pool import RolloutPool
-from rollout.remote import wait_for
+from rollout.remote import ActorFailure, ActorLost, ActorOutOfMemory, RemoteActor, wait_for
 from rollout.rollout_batch import RolloutBatch
 from rollout.tokenizer import Tokenizer
 from trainer_bridge.algorithm import Algorithm
-from trainer_bridge.arena import WeightArena
+from trainer_bridge.arena import ArenaHandle, WeightArena
+from trainer_bridge.memory import MemoryHandle
 from trainer_bridge.publication import SharedGate
+from trainer_bridge.receipt import WeightsEcho
 from trainer_bridge.trainer_actor import TrainerActor, WeightsHandle
 from trainer_bridge.trainer_config import TrainerConfig
 
+Attachment = tuple[ArenaHandle, MemoryHandle]
+"""Handles of the weights and of their gate, both through one process."""
+
+
+class TrainerLost(ActorFailure):
+    """The trainer is dead or hung. The weights may be torn; `Colocation.restart_trainer` goes on
+    from a checkpoint."""
+
+
+class WeightsDiffer(WeightsError):
+    """Processes of one run do not read the same weights."""
+
 
 class TrainerHandle:
-    """The trainer actor as an object: calls wait, with a deadline that names the phase."""
+    """The trainer actor as an object. Calls wait, with a deadline that names the phase, and raise
+    `TrainerLost` when it died or hangs.
 
-    name = "trainer"
+    meanwhile: called about once a second while a call waits.
+    """
 
-    def __init__(self, actor: Any, timeout_s: float) -> None:
+    def __init__(self, actor: RemoteActor, timeout_s: float, meanwhile: Callable[[], None]) -> None:
         self._actor = actor
         self._timeout_s = timeout_s
+        self._meanwhile = meanwhile
 
     def step(
         self,
@@ -59,8 +78,12 @@ class TrainerHandle:
         return self._call("apply_weight_update", version, update)
 
     def save_checkpoint(self, folder: str) -> int:
-        """Write the weights as a Hugging Face folder; returns the version that was written."""
+        """Write weights, tokenizer and the trainer's state; returns the version written."""
         return self._call("save_checkpoint", str(folder))  # type: ignore[no-any-return]
+
+    def weights_echo(self, *, checksum: bool = False) -> WeightsEcho:
+        """What the trainer itself reads; see `SharedGate.echo`."""
+        return self._call("weights_echo", checksum)  # type: ignore[no-any-return]
 
     def get_stats(self) -> dict[str, Any]:
         return self._call("get_stats")  # type: ignore[no-any-return]
@@ -72,9 +95,28 @@ class TrainerHandle:
     def policy_version(self) -> int:
         return int(self.get_stats()["policy_version"])
 
+    def replace(self, actor: RemoteActor) -> None:
+        """From now on address another process."""
+        self._actor = actor
+
+    def kill(self) -> None:
+        """End the process. Idempotent."""
+        self._actor.kill()
+
     def _call(self, method: str, *arguments: Any) -> Any:
-        reference = getattr(self._actor, method).remote(*arguments)
-        return wait_for(reference, self.name, method, self._timeout_s)
+        actor = self._actor
+        reference = getattr(actor.handle, method).remote(*arguments)
+
+        def check(phase: str) -> None:
+            actor.check(phase)
+            self._meanwhile()
+
+        try:
+            return wait_for(reference, actor.name, method, self._timeout_s, check)
+        except ActorOutOfMemory:
+            raise
+        except ActorLost as error:
+            raise TrainerLost(str(error)) from error
 
 
 class Colocation:
@@ -84,6 +126,10 @@ class Colocation:
     derived. start_timeout_s: for all actors together. call_timeout_s: for one training step or
     one batch of rollouts. Uses the Ray that runs (`RAY_ADDRESS`, `ray job submit`, an earlier
     `ray.init`), else starts one and ends it with the run.
+
+    checkpoint: a folder that `TrainerHandle.save_checkpoint` wrote, to go on from.
+    heartbeat_timeout_s: silence after which an actor counts as hung and is killed. max_restarts:
+    rollout actors started again in place of lost ones, in all; beyond, the others go on alone.
 
     exactness: what trainer and actors have settled, by name. Where the mode is on, they have also
     shown each other the same bits (`ExactnessRefused` otherwise).
@@ -97,8 +143,11 @@ class Colocation:
         engine: EngineConfig | None = None,
         *,
         run_seed: int = 0,
+        checkpoint: str | Path | None = None,
         start_timeout_s: float = 180.0,
         call_timeout_s: float = 3600.0,
+        heartbeat_timeout_s: float = 30.0,
+        max_restarts: int = 10,
     ) -> None:
         if rollout_actors < 1:
             raise ValueError(f"rollout_actors must be at least 1, got {rollout_actors}")
@@ -107,9 +156,13 @@ class Colocation:
         self._trainer_config = trainer or TrainerConfig()
         self._engine_config = engine or EngineConfig()
         self._run_seed = run_seed
+        self._checkpoint = checkpoint
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
-        self._handles: list[Any] = []
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._max_restarts = max_restarts
+        self._weights: WeightsHandle
+        self._attachments: dict[str, Attachment] = {}  # by rollout actor: ways to the weights
         self._owns_ray = False
         # Wrong folders fail here, before anything is started.
         DecoderConfig.from_folder(self._folder)
@@ -139,31 +192,91 @@ class Colocation:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             self._owns_ray = True
             ray.init(include_dashboard=False, logging_level="ERROR")
+        self._start_everything(self._checkpoint)
+
+    def _start_everything(self, checkpoint: str | Path | None) -> None:
+        self._start_trainer(checkpoint, None)
+        self.exactness = {"trainer": self._weights.exactness}
+        self._start_pool()
+
+    def _start_trainer(self, checkpoint: str | Path | None, attachment: Any) -> None:
+        """A trainer process, on weights of its own or on those that `attachment` leads to."""
+        threads = self._trainer_config.num_threads or os.cpu_count() or 1
+        folder = None if checkpoint is None else str(Path(checkpoint).absolute())
+        handle = self._remote(TrainerActor, threads).remote(
+            str(self._folder), self._trainer_config, self._engine_config, folder, attachment
+        )
+        actor = RemoteActor("trainer", handle, self._heartbeat_timeout_s)
+        if hasattr(self, "trainer"):
+            self.trainer.replace(actor)
+        else:
+            self.trainer = TrainerHandle(actor, self._call_timeout_s, self._check_pool)
+        self._weights = wait_for(
+            handle.weights.remote(), "trainer", "load the model", self._start_timeout_s
+        )
+
+    def _start_pool(self) -> None:
+        actors = {
+            name: self.start_actor(name)
+            for name in (f"rollout-{index}" for index in range(self._rollout_actors))
+        }
+        try:
+            ready = {name: actor.describe.remote() for name, actor in actors.items()}
+            for name, reference in ready.items():
+                about = wait_for(reference, name, "attach to the weights", self._start_timeout_s)
+                self.exactness[name] = about["exactness"]
+                self._attachments[name] = about["attachment"]
+            check_same_bits(self.exactness)
+            self.pool = RolloutPool(
+                actors,
+                run_seed=self._run_seed,
+                batch_timeout_s=self._call_timeout_s,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                source=self,
+                max_restarts=self._max_restarts,
+                start_timeout_s=self._start_timeout_s,
+            )
+        except BaseException:
+            for actor in actors.values():
+                ray.kill(actor)
+            raise
+
+    def start_actor(self, name: str) -> Any:
+        """A new rollout process on the weights as they lie; for the pool (`ActorSource`)."""
         cores = os.cpu_count() or 1
-        trainer = self._remote(TrainerActor, self._trainer_config.num_threads or cores).remote(
-            str(self._folder), self._trainer_config, self._engine_config
-        )
-        self._handles.append(trainer)
-        weights = wait_for(
-            trainer.weights.remote(), "trainer", "load the model", self._start_timeout_s
-        )
-        self.trainer = TrainerHandle(trainer, self._call_timeout_s)
-        self.exactness = {"trainer": weights.exactness}
         threads = self._engine_config.num_threads or max(1, cores // self._rollout_actors)
-        build = partial(attach_engine, weights, self._engine_config)
-        actors: dict[str, Any] = {}
-        for index in range(self._rollout_actors):
-            actor = self._remote(RolloutActor, threads).remote(build, threads)
-            self._handles.append(actor)
-            actors[f"rollout-{index}"] = actor
-        ready = {name: actor.describe.remote() for name, actor in actors.items()}
-        for name, reference in ready.items():
-            about = wait_for(reference, name, "attach to the weights", self._start_timeout_s)
-            self.exactness[name] = about["exactness"]
-        check_same_bits(self.exactness)
-        self.pool = RolloutPool(
-            actors, run_seed=self._run_seed, batch_timeout_s=self._call_timeout_s
-        )
+        ways = list(self._attachments.values())
+        build = partial(attach_engine, self._weights, self._engine_config, ways)
+        return self._remote(RolloutActor, threads).remote(build, threads)
+
+    def admit_actor(self, name: str, actor: Any, about: dict[str, Any]) -> None:
+        """`ExactnessRefused` if a new actor computes other bits than those that serve."""
+        self._attachments[name] = about["attachment"]
+        for _ in range(5):
+            probed = wait_for(actor.probe.remote(), name, "probe", self._start_timeout_s)
+            if self._same_bits(name, *probed):
+                return
+        raise ActorFailure(f"{name} could not be compared with others: the weights kept changing")
+
+    def _same_bits(self, name: str, version: int, exactness: Exactness) -> bool:
+        """Hold a new process against those that serve, on the same weights; False if the weights
+        changed meanwhile. From then on it is listed under the bits that they started with."""
+        peers = {peer: found for peer, found in self.pool.probe().items() if peer != name}
+        for peer, (its_version, its_exactness) in peers.items():
+            if its_version != version:
+                return False
+            check_same_bits({name: exactness, peer: its_exactness})
+        self.exactness[name] = exactness
+        if peers and exactness.probe is not None:
+            known = self.exactness[next(iter(peers))].probe
+            if known is not None:
+                probe = replace(exactness.probe, fingerprint=known.fingerprint)
+                self.exactness[name] = replace(exactness, probe=probe)
+        return True
+
+    def _check_pool(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check()
 
     def _remote(self, kind: type, threads: int) -> Any:
         """`kind` as a Ray actor on this node, where the arena lies.
@@ -175,12 +288,53 @@ class Colocation:
         here = ray.get_runtime_context().get_node_id()
         return ray.remote(kind).options(
             num_cpus=0,
-            max_concurrency=4,
+            max_concurrency=8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             runtime_env={
                 "env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
             },
         )
+
+    def restart_trainer(self, checkpoint: str | Path | None) -> int:
+        """After `TrainerLost`, or to go back to a checkpoint: a new trainer on the weights that
+        the rollout actors still hold. Returns the policy version it published.
+
+        checkpoint: what to go on from; None = from the beginning, the model folder. Weights and
+        optimizer are those of the checkpoint whatever the old trainer left, under a version never
+        used before. If no rollout actor is left either, all start afresh.
+        """
+        self.trainer.kill()
+        attachments = list(self.pool.attachments().values())
+        if not attachments:
+            self.pool.close()
+            self._attachments.clear()
+            self._start_everything(checkpoint)
+        else:
+            self._start_trainer(checkpoint, attachments[0])
+            self._same_bits("trainer", self.trainer.policy_version, self._weights.exactness)
+            self.pool.refill()
+        return self.trainer.policy_version
+
+    def verify_weights(self, *, checksum: bool = True) -> dict[str, WeightsEcho]:
+        """What every process reads, said by itself; `WeightsDiffer` unless all read the same
+        version in the same memory, byte for byte. Call it while no update runs.
+
+        checksum: read and hash all bytes in every process; False compares version and memory.
+        """
+        echoes = {"trainer": self.trainer.weights_echo(checksum=checksum)}
+        echoes |= self.pool.weights_echo(checksum=checksum)
+        check_same_weights(echoes)
+        return echoes
+
+    def confirm_publication(self, version: int) -> None:
+        """Every rollout actor says that `version` is what it reads; `WeightsDiffer` if not."""
+        echoes = self.pool.weights_echo()
+        check_same_weights(echoes)
+        for name, echo in echoes.items():
+            if echo.version != version:
+                raise WeightsDiffer(
+                    f"policy version {version} was published, {name} reads {_described(echo)}"
+                )
 
     def memory(self) -> dict[str, int]:
         """Private memory (USS) of each process in bytes; the shared weights are not in it."""
@@ -189,12 +343,30 @@ class Colocation:
     def close(self) -> None:
         """End the actors, and Ray if it was started here. May be called twice."""
         if ray.is_initialized():
-            for actor in self._handles:
-                ray.kill(actor)
-        self._handles.clear()
+            if hasattr(self, "trainer"):
+                self.trainer.kill()
+            if hasattr(self, "pool"):
+                self.pool.close()
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
+
+
+def check_same_weights(echoes: Mapping[str, WeightsEcho]) -> None:
+    """`WeightsDiffer` unless all say the same."""
+    first = next(iter(echoes), "")
+    for name, echo in echoes.items():
+        if echo != echoes[first]:
+            raise WeightsDiffer(
+                f"{name} reads {_described(echo)}, {first} {_described(echoes[first])}"
+            )
+
+
+def _described(echo: WeightsEcho) -> str:
+    return (
+        f"policy version {echo.version}, {echo.tensors} tensors in memory {echo.memory[:8]}"
+        + (f", checksum {echo.checksum}" if echo.checksum else "")
+    )
 
 
 def check_same_bits(exactness: Mapping[str, Exactness]) -> None:
@@ -210,15 +382,34 @@ def check_same_bits(exactness: Mapping[str, Exactness]) -> None:
         )
 
 
-def attach_engine(weights: WeightsHandle, config: EngineConfig) -> RolloutEngine:
-    """An engine in this process on the trainer's weights, mapped read-only; nothing is copied."""
+def attach_engine(
+    weights: WeightsHandle,
+    config: EngineConfig,
+    ways: Sequence[Attachment] = (),
+    whole_within_s: float = 120.0,
+) -> RolloutEngine:
+    """An engine in this process on the trainer's weights, mapped read-only; nothing is copied.
+
+    ways: handles through other processes that have the weights, should the trainer be gone. Waits
+    at most `whole_within_s` for weights that are torn: another trainer may be about to mend them.
+    """
     folder = Path(weights.model_folder)
     shape = DecoderConfig.from_folder(folder)
     model = Decoder(shape, device="meta", operators=weights.operators)
-    arena = WeightArena.attach(weights.arena)
+    arena, gate_handle = _first_way([(weights.arena, weights.gate), *ways])
     arena.bind(model, requires_grad=False)
-    gate = SharedGate.attach(arena, weights.gate, model)
+    gate = SharedGate.attach(arena, gate_handle, model)
+    gate.wait_until_whole(whole_within_s)
     settings = asdict(config)
     del settings["num_threads"], settings["operators"]
     settings["attention_backend"] = weights.attention_backend
     return RolloutEngine(model, Tokenizer.from_folder(folder), gate=gate, **settings)
+
+
+def _first_way(ways: Sequence[Attachment]) -> tuple[WeightArena, MemoryHandle]:
+    """The weights through the first process that still has them."""
+    for arena, gate in ways[:-1]:
+        with suppress(WeightsError):
+            return WeightArena.attach(arena), gate
+    arena, gate = ways[-1]
+    return WeightArena.attach(arena), gate

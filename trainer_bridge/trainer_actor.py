@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -17,14 +18,20 @@ from numpy.typing import NDArray
 from rollout.engine_config import EngineConfig
 from rollout.exactness import Exactness, settle
 from rollout.model import Decoder, DecoderConfig, attention_for, load_weights, save_pretrained
+from rollout.process_identity import ProcessIdentity
 from rollout.rollout_batch import RolloutBatch
 from rollout.tokenizer import Tokenizer
 from trainer_bridge.algorithm import Algorithm
 from trainer_bridge.arena import ArenaHandle, ArenaLayout, WeightArena
+from trainer_bridge.gate_settings import GateSettings
 from trainer_bridge.learner import Learner
 from trainer_bridge.memory import MemoryHandle
 from trainer_bridge.publication import SharedGate
+from trainer_bridge.receipt import WeightsEcho
 from trainer_bridge.trainer_config import TrainerConfig
+from trainer_bridge.trainer_state import read_trainer_state, write_trainer_state
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +53,71 @@ class WeightsHandle:
 class TrainerActor:
     """Loads a model folder straight into a new arena and trains it there.
 
-    Made a Ray actor by `Colocation`, with `max_concurrency >= 2` so that it answers while it
+    Made a Ray actor by `Colocation`, with `max_concurrency >= 4` so that it answers while it
     trains. Whatever reads or changes weights runs on one thread, so these calls take turns.
     engine: of its settings the trainer shares `operators`, `attention_backend` and `exact`.
+
+    checkpoint: a folder that `save_checkpoint` wrote, to go on from; None = from the model folder.
+    attachment: the handles of an arena that outlived its trainer (`RolloutActor.attachment`). This
+    trainer takes it over: the old one is fenced off, the weights become those of the checkpoint in
+    place, under a version never used, and whoever reads them goes on reading.
     """
 
     def __init__(
-        self, model_folder: str, config: TrainerConfig, engine: EngineConfig | None = None
+        self,
+        model_folder: str,
+        config: TrainerConfig,
+        engine: EngineConfig | None = None,
+        checkpoint: str | None = None,
+        attachment: tuple[ArenaHandle, MemoryHandle] | None = None,
     ) -> None:
         threads = config.num_threads or os.cpu_count() or 1
         self._trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (threads,))
         self._folder = model_folder
-        self._trainer_thread.submit(self._load, config, engine or EngineConfig()).result()
+        self._doing = "loading the model"
+        self._trainer_thread.submit(
+            self._load, config, engine or EngineConfig(), checkpoint, attachment
+        ).result()
 
-    def _load(self, config: TrainerConfig, engine: EngineConfig) -> None:
-        model_folder = self._folder
-        shape = DecoderConfig.from_folder(Path(model_folder))
-        self._model = Decoder(shape, device="meta", operators=engine.operators)
-        self._arena = WeightArena.create(ArenaLayout.for_module(self._model))
-        self._arena.bind(self._model, requires_grad=True)
-        load_weights(self._model, Path(model_folder))
-        self._gate = SharedGate.create(self._arena, self._model)
+    def _load(
+        self,
+        config: TrainerConfig,
+        engine: EngineConfig,
+        checkpoint: str | None,
+        attachment: tuple[ArenaHandle, MemoryHandle] | None,
+    ) -> None:
+        folder = Path(self._folder)
+        self._model = Decoder(
+            DecoderConfig.from_folder(folder), device="meta", operators=engine.operators
+        )
+        settings = GateSettings(undo=config.undo)
+        if attachment is None:
+            self._arena = WeightArena.create(ArenaLayout.for_module(self._model))
+            self._arena.bind(self._model, requires_grad=True)
+            self._gate = SharedGate.create(self._arena, self._model, settings)
+        else:
+            self._arena = WeightArena.attach(attachment[0], writable=True)
+            self._arena.bind(self._model, requires_grad=True)
+            self._gate = SharedGate.attach(self._arena, attachment[1], self._model, settings)
         backend = attention_for(self._model, engine.attention_backend)
-        exactness = settle(engine.exact, self._model, backend)
-        self._gate.open()
         self._learner = Learner(self._model, self._gate, config, backend)
+        state = None if checkpoint is None else read_trainer_state(Path(checkpoint))
+
+        def reload() -> None:
+            load_weights(self._model, folder if checkpoint is None else Path(checkpoint))
+            self._learner.load_state_dict(None if state is None else state.learner)
+
+        if attachment is None:
+            reload()
+            exactness = settle(engine.exact, self._model, backend)
+            self._gate.open(0 if state is None else state.policy_version)
+        else:
+            whole = self._gate.version
+            if self._gate.recover(reload) == whole:
+                self._gate.write(None, lambda target: reload())
+            exactness = settle(engine.exact, self._model, backend)
         self._weights = WeightsHandle(
-            model_folder,
+            self._folder,
             self._arena.handle(),
             self._gate.handle(),
             self._model.operators.name,
@@ -91,9 +136,7 @@ class TrainerActor:
         algorithm: Algorithm | str,
     ) -> dict[str, float]:
         """See `Learner.step`."""
-        return self._trainer_thread.submit(
-            self._learner.step, batch, advantages, algorithm
-        ).result()
+        return self._run("step", self._learner.step, batch, advantages, algorithm)
 
     def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
         """Run `update(model)` under the gate and publish; returns what it returns.
@@ -107,23 +150,38 @@ class TrainerActor:
             with torch.no_grad():
                 return update(self._model)
 
-        return self._trainer_thread.submit(self._gate.write, version, run).result()
+        return self._run("apply_weight_update", self._gate.write, version, run)
 
     def save_checkpoint(self, folder: str) -> int:
-        """Write the weights as a Hugging Face folder; returns the version that was written."""
+        """Write a Hugging Face folder that holds, beside weights and tokenizer, all that training
+        goes on from (`trainer_state.pt`); returns the version that was written.
+
+        Raises what a reader of torn or poisoned weights gets: such are never saved.
+        """
 
         def save() -> int:
             tokenizer = Tokenizer.from_folder(Path(self._folder))
-            save_pretrained(self._model, Path(folder), tokenizer)
-            return self._gate.version
+            with self._gate.read() as version:
+                save_pretrained(self._model, Path(folder), tokenizer)
+                write_trainer_state(Path(folder), version, self._learner.state_dict())
+            return version
 
-        return self._trainer_thread.submit(save).result()
+        return self._run("save_checkpoint", save)
 
-    def checksum(self) -> tuple[int, str]:
-        """Version and hash of the weights' bytes, taken while no update runs."""
-        return self._trainer_thread.submit(
-            lambda: (self._gate.version, self._arena.checksum())
-        ).result()
+    def weights_echo(self, checksum: bool) -> WeightsEcho:
+        """What this process reads and trains: `SharedGate.echo`."""
+        return self._run("weights_echo", self._gate.echo, checksum)
+
+    def heartbeat(self) -> str:
+        """Answered at once by a process that is alive."""
+        return (
+            f"{self._doing}, {self._learner.updates} updates, policy version "
+            f"{self._gate.version}, at {time.strftime('%H:%M:%S')}"
+        )
+
+    def process_identity(self) -> ProcessIdentity:
+        """Which process this is, for whoever may have to end it."""
+        return ProcessIdentity.of_this()
 
     def get_stats(self) -> dict[str, Any]:
         """Version, optimizer steps, size of the weights and of a publication."""
@@ -133,6 +191,18 @@ class TrainerActor:
             "updates": self._learner.updates,
             "arena_bytes": self._arena.layout.total_bytes,
         }
+
+    def _run(self, name: str, work: Callable[..., T], *arguments: Any) -> T:
+        """`work` on the trainer's thread, after what was asked for before."""
+
+        def named() -> T:
+            self._doing = f"busy with {name}"
+            try:
+                return work(*arguments)
+            finally:
+                self._doing = f"idle after {name}"
+
+        return self._trainer_thread.submit(named).result()
 
     def memory_uss(self) -> int:
         """Bytes that only this process holds; the arena counts nowhere while it is shared."""

@@ -53,9 +53,9 @@ def whole_folder(target: Path, replace: bool = True) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         yield staging
-        _flush(staging)
+        flush_folder(staging)
         _publish(staging, target, replace)
-        _sync(target.parent)
+        sync_path(target.parent)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(
@@ -88,13 +88,15 @@ def _publish(staging: Path, target: Path, replace: bool) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _flush(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """All that lies in the folder is on the disk when this returns."""
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
+        sync_path(path)
+    sync_path(folder)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """One file, or the names in one folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

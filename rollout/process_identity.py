@@ -1,0 +1,46 @@
+"""Which process on which host: so that a supervisor ends the one that is meant, or none."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, told from a later one with the same number. Pickleable.
+
+    host: the kernel's boot id. started: seconds since the epoch.
+    """
+
+    host: str
+    pid_namespace: int
+    pid: int
+    started: float
+
+    @staticmethod
+    def of_this() -> ProcessIdentity:
+        return ProcessIdentity(
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+            os.stat("/proc/self/ns/pid").st_ino,
+            os.getpid(),
+            psutil.Process().create_time(),
+        )
+
+    def kill(self) -> None:
+        """SIGKILL, which ends stopped processes too; returns when it is gone.
+
+        Does nothing where it cannot: on another host, and for a process that has ended.
+        """
+        here = ProcessIdentity.of_this()
+        if (self.host, self.pid_namespace) != (here.host, here.pid_namespace):
+            return
+        with suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            if process.create_time() == self.started:
+                process.kill()
+                process.wait(10)

@@ -1,0 +1,366 @@
+"""Promise 5 over real processes: any of them is killed or stopped, and nothing is lost (F1-F3, F7,
+F8, W13)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from rollout import (
+    EngineConfig,
+    ExactnessRefused,
+    RolloutEngine,
+    SamplingParams,
+    TornWeights,
+    load_pretrained,
+    save_pretrained,
+)
+from rollout.actor import RolloutActor, StaleWeights
+from rollout.remote import ActorDied, ActorOutOfMemory
+from tests.folders import word_tokenizer
+from tests.models import tiny_model
+from trainer_bridge import Colocation, TrainerConfig, TrainerLost, WeightsDiffer
+from trainer_bridge.colocation import attach_engine, check_same_bits
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+PROMPTS = [[5, 6, 7], [9] * 40, [30, 2], [8], [11, 12, 13, 14], [70] * 17]
+SHORT = SamplingParams(n=4, max_tokens=24, seed=5)
+LONG = SamplingParams(n=8, max_tokens=150, seed=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("policy") / "model"
+    save_pretrained(tiny_model(), path, word_tokenizer())
+    return path
+
+
+def start(folder: Path, actors: int = 2, **settings) -> Colocation:
+    settings = {"heartbeat_timeout_s": 3.0, **settings}
+    return Colocation(
+        folder,
+        rollout_actors=actors,
+        trainer=TrainerConfig(learning_rate=1e-3, num_threads=1),
+        engine=EngineConfig(max_batch_size=8, num_threads=1),
+        **settings,
+    )
+
+
+def in_process(folder: Path, params=SHORT, policy_version: int = 0) -> list:
+    model, tokenizer = load_pretrained(folder)
+    engine = RolloutEngine(model, tokenizer, policy_version=policy_version)
+    return engine.run_batch(PROMPTS, params, return_details=True)
+
+
+def pid_of(handle) -> int:
+    return ray.get(handle.process_identity.remote()).pid
+
+
+def rollout_pid(run: Colocation, name: str) -> int:
+    return pid_of(run.pool._actors[name].handle)
+
+
+def trainer_pid(run: Colocation) -> int:
+    return run.trainer.get_stats()["pid"]
+
+
+def while_rollouts_run(run: Colocation, act, params=LONG):
+    """The result of a batch during which `act` was called, once some prompts were handed in."""
+    found: list = []
+
+    def compute():
+        try:
+            found.append(run.pool.run_batch(PROMPTS, params))
+        except BaseException as error:
+            found.append(error)
+
+    worker = threading.Thread(target=compute)
+    worker.start()
+    while not any(s["generated_tokens"] > 100 for s in run.pool.get_stats()):
+        time.sleep(0.01)
+    act()
+    worker.join(180)
+    assert found, "the batch did not end"
+    return found[0]
+
+
+def wait_until_alive(run: Colocation, names: list[str]) -> None:
+    deadline = time.monotonic() + 60
+    while sorted(run.pool.alive) != names:
+        assert time.monotonic() < deadline, run.pool.alive
+        run.pool.check()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_actor_changes_no_token_and_another_joins(folder, blow):
+    """F1, F2: same bits; the one that takes its place reads the same weights and serves."""
+    with start(folder) as run:
+        expected = list(run.pool.run_batch(PROMPTS, LONG))
+        victim = rollout_pid(run, "rollout-0")
+        found = while_rollouts_run(run, lambda: os.kill(victim, blow))
+        assert list(found) == expected
+        (loss,) = run.pool.losses
+        assert "rollout-0" in str(loss) and "run_batch" in str(loss)
+        wait_until_alive(run, ["rollout-0", "rollout-1"])
+        assert run.pool.restarts == 1
+        assert rollout_pid(run, "rollout-0") != victim
+        assert list(run.pool.run_batch(PROMPTS, LONG)) == expected
+        busy = {s["actor"]: s["generated_tokens"] for s in run.pool.get_stats()}
+        assert busy["rollout-0"] > 0
+        assert len({echo.memory for echo in run.verify_weights().values()}) == 1
+
+
+def test_an_actor_that_joins_after_updates_is_held_against_the_others(folder, monkeypatch):
+    """It proves its bits on today's weights, which no probe at the start has seen."""
+    with start(folder) as run:
+        step(run, 0)
+        expected = list(run.pool.run_batch(PROMPTS, SHORT))
+        os.kill(rollout_pid(run, "rollout-0"), signal.SIGKILL)
+        assert list(run.pool.run_batch(PROMPTS, SHORT)) == expected
+        wait_until_alive(run, ["rollout-0", "rollout-1"])
+        check_same_bits(run.exactness)
+        probe = run.pool.probe()["rollout-0"][1]
+        other = dataclasses.replace(
+            probe, probe=dataclasses.replace(probe.probe, fingerprint="others")
+        )
+        monkeypatch.setattr(run.pool, "probe", lambda: {"rollout-1": (1, other)})
+        with pytest.raises(ExactnessRefused, match="rollout-0"):
+            run._same_bits("rollout-0", 1, probe)
+        assert run._same_bits("rollout-0", 2, probe) is False  # other weights: nothing to compare
+
+
+def test_what_was_handed_in_is_not_computed_again(folder):
+    """Some prompts are short: they are done when the actor dies, and only others are repeated."""
+    short = SamplingParams(n=2, max_tokens=2, seed=4, ignore_eos=True)
+    long = SamplingParams(n=24, max_tokens=200, seed=4, ignore_eos=True)
+    params = [short, long] * 3
+    with start(folder, max_restarts=0) as run:
+        pool = run.pool
+        sent = []
+        dispatch = pool._dispatch
+
+        def spy(tasks, deadline):
+            sent.append(sorted(task.prompt_index for task in tasks))
+            return dispatch(tasks, deadline)
+
+        pool._dispatch = spy
+        expected = list(pool.run_batch(PROMPTS, params))
+        sent.clear()
+        handed_in: set[int] = set()
+        collect = pool._collect
+
+        def kill_after_the_first_part(share, results):
+            ended = collect(share, results)
+            if results and not handed_in and share.open:
+                handed_in.update(results)
+                os.kill(pid_of(share.actor.handle), signal.SIGKILL)
+            return ended
+
+        pool._collect = kill_after_the_first_part
+        assert list(pool.run_batch(PROMPTS, params)) == expected
+        repeated = [index for tasks in sent[1:] for index in tasks]
+        assert handed_in and repeated
+        assert not handed_in & set(repeated)
+        assert len(pool.alive) == 1
+
+
+def test_an_update_goes_on_when_a_reader_hangs_inside_its_step(folder):
+    """The lock of a stopped process is freed by ending it, while the trainer waits."""
+    with start(folder) as run:
+        batch = run.pool.run_batch(PROMPTS, SHORT)
+        victim = rollout_pid(run, "rollout-1")
+        worker = threading.Thread(target=lambda: run.pool.run_batch(PROMPTS, LONG))
+        worker.start()
+        lock = run._weights.gate
+        while not stopped_inside_a_step(victim, lock):
+            time.sleep(0.001)
+        stats = run.trainer.step(batch, np.ones(len(batch), np.float32))
+        assert stats["rollout/policy_version"] == 1
+        worker.join(120)
+        assert any("rollout-1" in str(loss) for loss in run.pool.losses)
+
+
+def stopped_inside_a_step(pid: int, gate) -> bool:
+    """Stop the process; let it go on if it did not hold the weights' lock at that moment."""
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.002)
+    held = any(
+        line.split()[1] == "FLOCK" and int(line.split()[4]) == pid
+        for line in Path("/proc/locks").read_text().splitlines()
+        if line.split()[1] != "->"
+    )
+    if not held:
+        os.kill(pid, signal.SIGCONT)
+    return held
+
+
+def test_without_restarts_the_others_go_on_and_the_last_one_is_named(folder):
+    with start(folder, max_restarts=0) as run:
+        expected = list(run.pool.run_batch(PROMPTS, SHORT))
+        os.kill(rollout_pid(run, "rollout-0"), signal.SIGKILL)
+        assert list(run.pool.run_batch(PROMPTS, SHORT)) == expected
+        assert run.pool.alive == ["rollout-1"]
+        os.kill(rollout_pid(run, "rollout-1"), signal.SIGKILL)
+        with pytest.raises(ActorDied, match="rollout-1"):
+            run.pool.run_batch(PROMPTS, SHORT)
+        with pytest.raises(ActorDied, match=r"no rollout actor is left; .*rollout-1"):
+            run.pool.run_batch(PROMPTS, SHORT)
+
+
+def test_all_actors_at_once(folder):
+    """The batch waits for those that are started again."""
+    with start(folder) as run:
+        expected = list(run.pool.run_batch(PROMPTS, SHORT))
+        for name in list(run.pool.alive):
+            os.kill(rollout_pid(run, name), signal.SIGKILL)
+        assert list(run.pool.run_batch(PROMPTS, SHORT)) == expected
+
+
+def take_too_much(tasks):
+    bytearray(1 << 62)
+
+
+def test_no_memory_in_an_actor_ends_the_batch_with_that_cause(folder):
+    """F8: not repeated elsewhere, where it would be the same."""
+
+    def without_memory(engine):
+        engine.open_batch = take_too_much
+        return engine
+
+    with start(folder, actors=1) as run:
+
+        def start_actor(name):
+            attach = partial(attach_engine, run._weights, run._engine_config)
+            return run._remote(RolloutActor, 1).remote(lambda: without_memory(attach()), 1)
+
+        run.start_actor = start_actor
+        os.kill(rollout_pid(run, "rollout-0"), signal.SIGKILL)
+        with pytest.raises(ActorOutOfMemory, match="rollout-0 ran out of memory"):
+            run.pool.run_batch(PROMPTS, SHORT)
+
+
+def test_an_actor_refuses_work_before_it_has_the_wanted_version(folder):
+    """F7."""
+    with start(folder, actors=1) as run:
+        run.pool.min_version = 1
+        with pytest.raises(StaleWeights, match=r"version 1 or later.*version 0"):
+            run.pool.run_batch(PROMPTS, SHORT)
+        run.trainer.apply_weight_update(None, scale_norm)
+        batch = run.pool.run_batch(PROMPTS, SHORT)
+        assert {span.version for rollout in batch for span in rollout.version_spans} == {1}
+
+
+def scale_norm(model) -> None:
+    model.model.norm.weight.mul_(1.5)
+
+
+def die_half_way(model) -> None:
+    model.model.norm.weight.mul_(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def step(run: Colocation, seed: int) -> None:
+    batch = run.pool.run_batch(PROMPTS, SamplingParams(n=4, max_tokens=24, seed=seed))
+    noise = np.random.default_rng(seed).standard_normal(len(batch)).astype(np.float32)
+    stats = run.trainer.step(batch, noise)
+    assert stats["sampling/sampling_logp_difference/max"] == 0
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("moment", ["idle", "writing"])
+def test_a_new_trainer_goes_on_from_the_checkpoint(folder, tmp_path, moment):
+    """F3: the torn weights are served to nobody, the number is burnt, and the steps after the
+    checkpoint, taken again, end in the same bits as without the death."""
+    with start(folder) as undisturbed:
+        for seed in range(4):
+            step(undisturbed, seed)
+        undisturbed.trainer.save_checkpoint(str(tmp_path / "expected"))
+    with start(folder) as run:
+        step(run, 0)
+        step(run, 1)
+        assert run.trainer.save_checkpoint(str(tmp_path / "two")) == 2
+        step(run, 2)
+        before = run.verify_weights()["trainer"]
+        if moment == "idle":
+            os.kill(trainer_pid(run), signal.SIGKILL)
+            with pytest.raises(TrainerLost, match="trainer died during 'get_stats'"):
+                run.trainer.get_stats()
+            burnt = 3  # committed, and gone back behind
+        else:
+            with pytest.raises(TrainerLost, match="trainer died during 'apply_weight_update'"):
+                run.trainer.apply_weight_update(None, die_half_way)
+            with pytest.raises(TornWeights, match="policy version 4"):
+                run.pool.run_batch(PROMPTS, SHORT)
+            burnt = 4
+        version = run.restart_trainer(tmp_path / "two")
+        assert version == burnt + 1
+        echoes = run.verify_weights()
+        assert {echo.memory for echo in echoes.values()} == {before.memory}, "a second copy"
+        assert list(run.pool.run_batch(PROMPTS, SHORT)) == in_process(
+            tmp_path / "two", policy_version=version
+        )
+        step(run, 2)
+        step(run, 3)
+        run.trainer.save_checkpoint(str(tmp_path / "found"))
+    assert weights_of(tmp_path / "found") == weights_of(tmp_path / "expected")
+    assert weights_of(tmp_path / "found") != weights_of(tmp_path / "two")
+
+
+def test_a_hung_trainer_is_ended_and_cannot_come_back(folder):
+    """F2 for the trainer: nobody waits for it beyond its heartbeat, and it is fenced off."""
+    with start(folder) as run:
+        old = trainer_pid(run)
+        os.kill(old, signal.SIGSTOP)
+        with pytest.raises(TrainerLost, match=r"trainer has not answered for .* 'step'"):
+            step(run, 0)
+        run.restart_trainer(None)
+        with pytest.raises(ProcessLookupError):
+            os.kill(old, signal.SIGCONT)
+        step(run, 0)
+
+
+def test_all_processes_at_once(folder, tmp_path):
+    """Nothing survives but the checkpoint: everything starts again from it."""
+    with start(folder) as run:
+        step(run, 0)
+        run.trainer.save_checkpoint(str(tmp_path / "one"))
+        pids = [trainer_pid(run), *(rollout_pid(run, name) for name in run.pool.alive)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(TrainerLost):
+            run.trainer.get_stats()
+        version = run.restart_trainer(tmp_path / "one")
+        assert list(run.pool.run_batch(PROMPTS, SHORT)) == in_process(
+            tmp_path / "one", policy_version=version
+        )
+
+
+def test_every_actor_echoes_the_receipt(folder):
+    """W13: version, tensors, memory, checksum; and a process that reads something else is found."""
+    with start(folder) as run:
+        first = run.verify_weights()
+        assert set(first) == {"trainer", "rollout-0", "rollout-1"}
+        assert len(set(first.values())) == 1
+        run.confirm_publication(0)
+        with pytest.raises(WeightsDiffer, match="version 1 was published, rollout-0 reads"):
+            run.confirm_publication(1)
+        run.trainer.apply_weight_update(None, scale_norm)
+        second = run.verify_weights()["rollout-1"]
+        assert (second.version, second.tensors) == (1, first["trainer"].tensors)
+        assert second.checksum != first["trainer"].checksum
+        assert run.verify_weights(checksum=False)["trainer"].checksum is None
