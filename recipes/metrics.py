@@ -20,6 +20,9 @@ class MetricsLog:
     that is not finite becomes null in the file. A sink that fails is reported once on
     stderr and dropped; `history` in memory keeps every record for the report. Close it, or use it
     as a context manager.
+
+    keep: for a folder that holds a run already, how many of its records to keep; those after them
+    are dropped, since they will be logged again. None = a new run.
     """
 
     def __init__(
@@ -30,19 +33,38 @@ class MetricsLog:
         project: str = "lockstep",
         run_name: str | None = None,
         config: Mapping[str, Any] | None = None,
+        keep: int | None = None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         self.history: list[dict[str, float]] = []
         self._last_step = 0
         self._warn = warn or _to_stderr
-        path = folder / "metrics.jsonl"
-        self._file = self._guard(f"cannot write {path}", lambda: path.open("a", encoding="utf-8"))
+        self._path = folder / "metrics.jsonl"
+        if keep is None:
+            self._file = self._guard(f"cannot write {self._path}", self._append)
+        else:
+            self._guard(f"cannot read {self._path}", lambda: self._read(keep))
+            self._file = self._guard(f"cannot write {self._path}", self._rewrite)
         self._run: Any = None
+        self._sent_step = -1  # to wandb
         if wandb_mode != "disabled":
             self._run = self._guard(
                 "wandb does not start",
                 lambda: _start_wandb(folder, wandb_mode, project, run_name, dict(config or {})),
             )
+        for record in self.history:
+            self._send(record)
+
+    def rewind(self, keep: int) -> None:
+        """Forget all but the first `keep` records: the rest will come again. Never raises.
+
+        wandb cannot forget; there the repeated steps, which are equal, are not sent twice.
+        """
+        del self.history[keep:]
+        self._last_step = int(self.history[-1]["step"]) if self.history else 0
+        if self._file is not None:
+            self._guard(f"cannot close {self._path}", self._file.close)
+            self._file = self._guard(f"cannot write {self._path}", self._rewrite)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record numbers (anything `float()` takes) under `step`. Never raises."""
@@ -54,14 +76,7 @@ class MetricsLog:
                 record[name] = number
         self.history.append(record)
         self._write(record)
-        if self._run is not None:
-            numbers = {name: value for name, value in record.items() if name != "step"}
-            sent = self._guard(
-                "wandb stopped logging",
-                lambda: (self._run.log(numbers, step=self._last_step), True),
-            )
-            if sent is None:
-                self._run = None
+        self._send(record)
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """`(step, value)` of every finite record of one metric, in order."""
@@ -86,15 +101,40 @@ class MetricsLog:
     def __exit__(self, *error: object) -> None:
         self.close(exit_code=0 if error[0] is None else 1)
 
+    def _read(self, keep: int) -> None:
+        """The first records of the run in this folder."""
+        for line in self._path.read_text(encoding="utf-8").splitlines()[:keep]:
+            record = json.loads(line)
+            self.history.append({k: math.nan if v is None else v for k, v in record.items()})
+            self._last_step = int(record["step"])
+
+    def _append(self) -> Any:
+        return self._path.open("a", encoding="utf-8")
+
+    def _rewrite(self) -> Any:
+        """The file with what `history` holds, replaced as a whole."""
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(map(_line, self.history)), encoding="utf-8")
+        partial.rename(self._path)
+        return self._append()
+
+    def _send(self, record: Mapping[str, float]) -> None:
+        step = int(record["step"])
+        if self._run is None or step < self._sent_step:
+            return
+        self._sent_step = step
+        numbers = {name: value for name, value in record.items() if name != "step"}
+        sent = self._guard("wandb stopped logging", lambda: (self._run.log(numbers, step=step), 1))
+        if sent is None:
+            self._run = None
+
     def _write(self, record: Mapping[str, float]) -> None:
         if self._file is None:
             return
-        clean = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        line = json.dumps({**clean, "step": self._last_step}) + "\n"
         file = self._file
         written = self._guard(
             f"cannot write {file.name}; later metrics go to the report only",
-            lambda: (file.write(line), file.flush(), True),
+            lambda: (file.write(_line(record)), file.flush(), True),
         )
         if written is None:
             self._file = None
@@ -106,6 +146,11 @@ class MetricsLog:
         except Exception as error:
             self._warn(f"{what} ({type(error).__name__}: {error}); the run goes on")
             return None
+
+
+def _line(record: Mapping[str, float]) -> str:
+    clean = {name: value if math.isfinite(value) else None for name, value in record.items()}
+    return json.dumps({**clean, "step": int(record["step"])}) + "\n"
 
 
 def _start_wandb(

@@ -32,6 +32,7 @@ class RunDisplay:
         self._console = console or Console()
         self._clock = clock
         self._started = clock()
+        self._first_step: int | None = None
         self._step = 0
         self._shown: dict[str, float] = {}
         self._bar = Progress(
@@ -54,11 +55,11 @@ class RunDisplay:
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show `values` as the state after `step` steps; names not given keep their last value.
 
-        The pace is measured from step 0 on.
+        The pace is measured from the first step shown.
         """
         self._step = step
-        if step == 0:
-            self._started = self._clock()
+        if self._first_step is None:
+            self._first_step, self._started = step, self._clock()
         self._shown.update(values)
         if self._live is not None:
             self._bar.update(self._bar_task, completed=step)
@@ -74,10 +75,10 @@ class RunDisplay:
     @property
     def seconds_left(self) -> float | None:
         """At the pace so far; None before the first step."""
-        if self._step == 0:
+        done = self._step - (self._first_step or 0)
+        if done < 1:
             return None
-        elapsed = self._clock() - self._started
-        return elapsed / self._step * (self._total - self._step)
+        return (self._clock() - self._started) / done * (self._total - self._step)
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)

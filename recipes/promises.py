@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rollout.exactness import Exactness, alike
+from trainer_bridge import WeightsEcho
 
 Record = Mapping[str, float]
 
@@ -26,13 +27,6 @@ def check_promises(history: Sequence[Record]) -> list[PromiseCheck]:
     """The rows, from the records of the run's training steps. Nothing is assumed: a promise whose
     metric is absent from every record is reported as not measured."""
     return [
-        _exact(
-            "bytes copied per publication (largest)",
-            history,
-            ("publication/bytes_copied",),
-            ideal=0.0,
-            show=lambda value: f"{value:,.0f}",
-        ),
         _exact(
             "ratio of the first minibatch: largest distance from 1",
             history,
@@ -53,6 +47,21 @@ def check_promises(history: Sequence[Record]) -> list[PromiseCheck]:
         _versions_rise(history),
         _one_version_per_rollout(history),
     ]
+
+
+def check_weights(weights: Mapping[str, WeightsEcho]) -> PromiseCheck:
+    """The row of what every process says it reads, at the end of the run."""
+    promise = "one copy of the weights, read by every process at the last version"
+    if not weights:
+        return PromiseCheck(promise, "not measured", "1 copy", None)
+    copies = len({echo.memory for echo in weights.values()})
+    seen = {(echo.version, echo.checksum) for echo in weights.values()}
+    measured = (
+        f"{copies} copy in {len(weights)} processes, version "
+        f"{' and '.join(str(version) for version in sorted({v for v, _ in seen}))}, "
+        f"{len({checksum for _, checksum in seen})} checksum"
+    )
+    return PromiseCheck(promise, measured, "1 copy", copies == 1 and len(seen) == 1)
 
 
 def check_exactness(exactness: Mapping[str, Exactness]) -> PromiseCheck:

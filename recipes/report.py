@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from recipes.checkpoints import Checkpoint
 from recipes.config import GrpoConfig
 from recipes.evaluation import Evaluation
 from recipes.progress import format_duration
-from recipes.promises import PromiseCheck, check_exactness, check_promises
+from recipes.promises import PromiseCheck, check_exactness, check_promises, check_weights
 from rollout import Exactness
+from trainer_bridge import WeightsEcho
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """What the loop collects for the report; filled in place as the run goes on."""
+    """How far a run has come and what it has seen; filled in place as the run goes on.
+
+    `state` goes into each checkpoint, and `restore` goes on from there.
+    """
 
     config: GrpoConfig
     history: list[dict[str, float]]
@@ -28,10 +34,38 @@ class RunRecord:
     memory_before: Mapping[str, int] = field(default_factory=dict)
     memory_after: Mapping[str, int] = field(default_factory=dict)
     exactness: Mapping[str, Exactness] = field(default_factory=dict)
+    weights: Mapping[str, WeightsEcho] = field(default_factory=dict)
     checkpoint: Path | None = None
+    warm_start_done: int = 0
     steps_done: int = 0
+    policy_version: int = 0
+    resumes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     status: str = "running"
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, beside what the checkpoint itself says."""
+        return {
+            "records": len(self.history),
+            "warm_start_done": self.warm_start_done,
+            "resumes": self.resumes,
+            "evaluations": [[step, asdict(e)] for step, e in self.evaluations],
+        }
+
+    def restore(self, checkpoint: Checkpoint | None) -> None:
+        """Back to where a checkpoint was written; None = before the first step."""
+        state: Mapping[str, Any] = checkpoint.state if checkpoint else {}
+        self.checkpoint = checkpoint.folder if checkpoint else None
+        self.steps_done = checkpoint.step if checkpoint else 0
+        self.policy_version = checkpoint.policy_version if checkpoint else 0
+        self.warm_start_done = state.get("warm_start_done", 0)
+        self.resumes = [*state.get("resumes", []), self.steps_done]
+        self.evaluations[:] = [
+            (step, Evaluation.from_dict(values)) for step, values in state.get("evaluations", [])
+        ]
+
+    def evaluated(self, step: int) -> bool:
+        return any(step == at for at, _ in self.evaluations)
 
     @property
     def training_steps(self) -> list[dict[str, float]]:
@@ -46,7 +80,13 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         _head(record),
         _heldout(record.evaluations, bool(record.config.warm_start.steps)),
         _training(record.training_steps),
-        _promises([check_exactness(record.exactness), *check_promises(record.training_steps)]),
+        _promises(
+            [
+                check_weights(record.weights),
+                check_exactness(record.exactness),
+                *check_promises(record.training_steps),
+            ]
+        ),
         _memory(record),
         _examples(record.evaluations),
     ]
@@ -64,9 +104,15 @@ def _head(record: RunRecord) -> str:
         f"# {config.name}\n\n"
         f"Model `{config.model}`, task `{config.task.name}`, algorithm `{config.algorithm.name}`, "
         f"seed {config.seed}; {imitated}{record.steps_done} of {config.steps} steps in "
-        f"{format_duration(record.seconds)}; {record.status}.\n\n"
+        f"{format_duration(record.seconds)}; {record.status}.{_resumed(record.resumes)}\n\n"
         f"Checkpoint: {saved}. All settings: `config.yaml`; all metrics: `metrics.jsonl`."
     )
+
+
+def _resumed(steps: Sequence[int]) -> str:
+    if not steps:
+        return ""
+    return f" Gone on with after step {', '.join(map(str, steps))}; the time is since the last."
 
 
 def _heldout(evaluations: Sequence[tuple[int, Evaluation]], warm_started: bool) -> str:

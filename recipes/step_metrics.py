@@ -27,6 +27,12 @@ class StepClock:
         self._laps[name], self._last = now - self._last, now
         return self._laps[name]
 
+    def skip(self) -> None:
+        """What passed since the last lap belongs to none and does not count."""
+        idle = time.monotonic() - self._last
+        self._last += idle
+        self._started += idle
+
     def metrics(self) -> dict[str, float]:
         total = self._last - self._started
         timings = {f"timing_s/{name}": seconds for name, seconds in self._laps.items()}

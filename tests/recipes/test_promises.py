@@ -2,12 +2,12 @@
 
 import pytest
 
-from recipes.promises import check_exactness, check_promises
+from recipes.promises import check_exactness, check_promises, check_weights
 from rollout import Exactness
 from rollout.exactness import ProbeResult
+from trainer_bridge import WeightsEcho
 
 GOOD = {
-    "publication/bytes_copied": 0.0,
     "sampling/importance_sampling_ratio/max": 1.0,
     "sampling/importance_sampling_ratio/min": 1.0,
     "sampling/sampling_logp_difference/max": 0.0,
@@ -17,33 +17,32 @@ GOOD = {
 
 def test_all_hold():
     checks = check_promises([GOOD | {"rollout/policy_version": v} for v in (0, 1, 2)])
-    assert [check.holds for check in checks] == [True] * 5
-    assert checks[3].measured == "0 to 2 over 3 steps"
+    assert [check.holds for check in checks] == [True] * 4
+    assert checks[2].measured == "0 to 2 over 3 steps"
 
 
 @pytest.mark.parametrize(
     ("row", "change", "measured"),
     [
-        (0, {"publication/bytes_copied": 4096.0}, "4,096"),
-        (1, {"sampling/importance_sampling_ratio/max": 1.25}, "0.25"),
-        (1, {"sampling/importance_sampling_ratio/min": 0.5}, "0.5"),
-        (1, {"sampling/importance_sampling_ratio/max": float("nan")}, "inf"),
-        (2, {"sampling/sampling_logp_difference/max": 1e-7}, "1e-07"),
-        (3, {"rollout/policy_version": 1.0}, "1 to 1 over 2 steps"),
-        (4, {"rollout/version_spans_max": 2.0}, "2"),
+        (0, {"sampling/importance_sampling_ratio/max": 1.25}, "0.25"),
+        (0, {"sampling/importance_sampling_ratio/min": 0.5}, "0.5"),
+        (0, {"sampling/importance_sampling_ratio/max": float("nan")}, "inf"),
+        (1, {"sampling/sampling_logp_difference/max": 1e-7}, "1e-07"),
+        (2, {"rollout/policy_version": 1.0}, "1 to 1 over 2 steps"),
+        (3, {"rollout/version_spans_max": 2.0}, "2"),
     ],
 )
 def test_one_bad_step_is_enough(row, change, measured):
     first, second = (GOOD | {"rollout/policy_version": v} for v in (1, 2))
     checks = check_promises([first, second | change])
-    assert [check.holds for check in checks] == [i != row for i in range(5)]
+    assert [check.holds for check in checks] == [i != row for i in range(4)]
     assert checks[row].measured == measured
 
 
 def test_nothing_measured_is_said():
     for history in ([], [{"reward": 1.0}]):
         checks = check_promises(history)
-        assert [check.holds for check in checks] == [None] * 5
+        assert [check.holds for check in checks] == [None] * 4
         assert all(check.measured == "not measured" for check in checks)
 
 
@@ -64,3 +63,16 @@ def test_a_mode_that_is_off_is_not_a_promise():
     assert check.holds is None and check.measured == "not promised: switched off (exact=False)"
     assert check_exactness({"trainer": exactness(), "rollout-0": off}).holds is None
     assert check_exactness({}).measured == "not measured"
+
+
+def echo(version=7, memory="a", checksum="c"):
+    return WeightsEcho(version, 12, memory, checksum)
+
+
+def test_what_the_processes_read_is_one_row():
+    check = check_weights({"trainer": echo(), "rollout-0": echo()})
+    assert check.holds is True
+    assert check.measured == "1 copy in 2 processes, version 7, 1 checksum"
+    for other in (echo(memory="b"), echo(version=6), echo(checksum="d")):
+        assert check_weights({"trainer": echo(), "rollout-0": other}).holds is False
+    assert check_weights({}).holds is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,8 +18,8 @@ from recipes.config import TaskConfig
 from rollout import Decoder, DecoderConfig, RolloutBatch, SamplingParams, save_pretrained
 from rollout import Tokenizer as PolicyTokenizer
 from rollout.engine_config import EngineConfig
-from trainer_bridge import TrainerConfig
-from trainer_bridge.colocation import attach_engine, check_same_bits
+from trainer_bridge import TrainerConfig, WeightsEcho
+from trainer_bridge.colocation import attach_engine, check_same_bits, check_same_weights
 from trainer_bridge.trainer_actor import TrainerActor
 
 LETTERS = "abcdefgh"
@@ -131,9 +132,15 @@ class LocalColocation:
         rollout_actors: int,
         trainer: TrainerConfig,
         engine: EngineConfig,
+        checkpoint: str | Path | None = None,
+        heartbeat_timeout_s: float = 30.0,
+        max_restarts: int = 0,
     ) -> None:
         torch.set_num_threads(1)
-        self.trainer = TrainerActor(str(model_folder), replace(trainer, num_threads=1), engine)
+        self._start = partial(
+            TrainerActor, str(model_folder), replace(trainer, num_threads=1), engine
+        )
+        self.trainer = self._start(None if checkpoint is None else str(checkpoint))
         weights = self.trainer.weights()
         self.pool = LocalPool(attach_engine(weights, engine))
         self.exactness = {
@@ -152,6 +159,22 @@ class LocalColocation:
         trace: TracebackType | None,
     ) -> None:
         self.pool.engine.check_integrity()
+
+    def restart_trainer(self, checkpoint: str | Path | None) -> int:
+        folder = None if checkpoint is None else str(checkpoint)
+        self.trainer = self._start(folder, self.pool.engine.gate.attachment())
+        return self.trainer.get_stats()["policy_version"]
+
+    def confirm_publication(self, version: int) -> None:
+        assert self.pool.engine.gate.echo().version == version
+
+    def verify_weights(self) -> dict[str, WeightsEcho]:
+        echoes = {
+            "trainer": self.trainer.weights_echo(True),
+            "rollout-0": self.pool.engine.gate.echo(checksum=True),
+        }
+        check_same_weights(echoes)
+        return echoes
 
     def memory(self) -> dict[str, int]:
         return {"trainer": self.trainer.memory_uss()}
