@@ -1,0 +1,1 @@
+"""The fault harness; `python -m scripts.bench.chaos`."""
