@@ -78,10 +78,11 @@ class RolloutActor:
         finally:
             del self._runs[run_id]
 
-    def abort_run(self, run_id: int) -> None:
-        """Nobody waits for this run any more; its prompts end as `aborted`."""
-        if batch := self._runs.get(run_id):
-            batch.abort()
+    def abort_run(self, run_id: int | None) -> None:
+        """End the prompts of one run, of all for None, as `aborted`, tokens kept."""
+        for number, batch in list(self._runs.items()):
+            if run_id in (None, number):
+                batch.abort()
 
     def heartbeat(self) -> str:
         """Answered at once by a process that is alive."""

@@ -50,6 +50,7 @@ class EngineCore:
         gate: WeightGate,
         check_weights: Callable[[], None],
         on_progress: Callable[[Iterable[Request]], None],
+        keeps_in_flight: bool = False,
     ) -> None:
         self.lock = FairLock()  # guards everything below
         self.scheduler = scheduler
@@ -60,6 +61,7 @@ class EngineCore:
         self._storage = storage
         self._check_weights = check_weights
         self._on_progress = on_progress
+        self._keeps_in_flight = keeps_in_flight
         self._planned_version = gate.version
         self._resumed = threading.Event()
         self._resumed.set()
@@ -117,7 +119,10 @@ class EngineCore:
             with self.gate.read() as version:
                 if version != self._planned_version:
                     # Published while requests were running: their KV is of another policy.
-                    self.scheduler.requeue_running()
+                    if self._keeps_in_flight:
+                        self.scheduler.seal_running()
+                    else:
+                        self.scheduler.requeue_running()
                     self._enter_version(version)
                 plan = self.scheduler.plan(version)
                 sampled = self._runner.execute(plan, batch)

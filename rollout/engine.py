@@ -62,6 +62,8 @@ class RolloutEngine:
         `exactness` says what was settled.
     enforce_eager: whether Python runs the module in every step. Otherwise small steps on the native
         kernels are recorded once and replayed, with the same bits (`recorded.py`).
+    in_flight: what becomes of running requests when another process publishes: "recompute" (drop
+        their KV, go on under the new weights) or "keep" (go on with old KV, never shared again).
     gate: who guards the weights; None = this process alone (`LocalGate`).
 
     Thread-safe: batches, tasks and updates of any thread are served by one scheduler, one step at
@@ -90,6 +92,7 @@ class RolloutEngine:
         run_seed: int = 0,
         exact: bool | None = None,
         enforce_eager: bool = False,
+        in_flight: str = "recompute",
         gate: WeightGate | None = None,
     ) -> None:
         self.model = model
@@ -101,6 +104,8 @@ class RolloutEngine:
                 f"enable_cuda_graph=True, but no backend captures graphs on {self.device}; "
                 "leave it at False"
             )
+        if in_flight not in ("recompute", "keep"):
+            raise ValueError(f"in_flight must be 'recompute' or 'keep', got {in_flight!r}")
         self.cuda_graph_enabled = False
         self.max_seq_len = checked_length(model, max_seq_len)
         eos = tokenizer.eos_token_ids if tokenizer is not None else model.config.eos_token_ids
@@ -142,6 +147,7 @@ class RolloutEngine:
             self._gate,
             ParameterAddresses(model).check,
             self._board.deliver,
+            keeps_in_flight=in_flight == "keep",
         )
         self._serving = Serving(self._core, self._board)
         self._exact = exact

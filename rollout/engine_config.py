@@ -20,6 +20,7 @@ class EngineConfig:
     operators: str | None = None
     exact: bool | None = None
     enforce_eager: bool = False
+    in_flight: str = "recompute"
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
     block_size: int = 16

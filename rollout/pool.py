@@ -314,6 +314,10 @@ class RolloutPool:
         """Every live actor's counters, with its name."""
         return [{"actor": name, **stats} for name, stats in self._ask("get_stats", 60.0).items()]
 
+    def abort(self) -> None:
+        """End all that is being sampled: `run_batch` returns, samples `aborted`, tokens kept."""
+        self._ask("abort_run", 60.0, None)
+
     def release(self, *, in_flight: str = "refuse") -> None:
         """Every actor gives its KV memory back to the system; see `RolloutEngine.release`."""
         self._ask("release", self._batch_timeout_s, in_flight)

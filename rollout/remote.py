@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,6 +64,7 @@ class RemoteActor:
         self.handle = handle
         self._identity = handle.process_identity.remote()
         self._timeout_s = heartbeat_timeout_s
+        self._checking = threading.Lock()
         self._started = False
         self._ping: Any = None
         self._asked = self._heard = time.monotonic()
@@ -77,9 +79,17 @@ class RemoteActor:
         """Ask for a heartbeat now and then; `ActorLost` when the actor is dead or silent.
 
         While its process is still starting, it may be silent: that wait has a deadline of its own.
+        Any thread may ask; one at a time does.
         """
-        if not self._has_started(phase):
+        if not self._checking.acquire(blocking=False):
             return
+        try:
+            if self._has_started(phase):
+                self._check(phase)
+        finally:
+            self._checking.release()
+
+    def _check(self, phase: str) -> None:
         now = time.monotonic()
         if self._ping is None:
             if now - self._asked >= min(_POLL_S, self._timeout_s / 4):

@@ -7,8 +7,8 @@ with offsets, so this is also the wire format: one object, a handful of arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,6 +122,10 @@ class RolloutBatch:
 
     def __iter__(self) -> Iterator[Rollout]:
         return (self[i] for i in range(len(self)))
+
+    def columns(self) -> dict[str, Any]:
+        """The fields by name, arrays and plain values; `RolloutBatch(**columns)` is this batch."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> RolloutBatch:
         """The rollouts at `indices`, in that order; prompts no rollout names are dropped."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -63,15 +64,30 @@ class TrainerHandle:
         self._actor = actor
         self._timeout_s = timeout_s
         self._meanwhile = meanwhile
+        self._holds = itertools.count()
 
     def step(
         self,
         batch: RolloutBatch,
         advantages: NDArray[np.float32] | None,
         algorithm: Algorithm | str = "grpo",
+        *,
+        wait_for_rollouts: Callable[[], object] | None = None,
     ) -> dict[str, float]:
-        """Forward, backward, `apply_weight_update`; metrics. See `Learner.step`."""
-        return self._call("step", batch, advantages, algorithm)  # type: ignore[no-any-return]
+        """Forward, backward, `apply_weight_update`; metrics. See `Learner.step`.
+
+        wait_for_rollouts: called while forward and backward run; the weights change only after it
+        has returned, so what is sampled until then is of one version. It must not raise.
+        """
+        if wait_for_rollouts is None:
+            return self._call("step", batch, advantages, algorithm)  # type: ignore[no-any-return]
+        handle, hold = self._actor.handle, next(self._holds)
+        reference = handle.step.remote(batch, advantages, algorithm, hold)
+        try:
+            wait_for_rollouts()
+        finally:
+            handle.allow_update.remote(hold)
+        return self._result("step", reference)  # type: ignore[no-any-return]
 
     def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
         """Run `update(model)` in the trainer, in place, and publish. See `TrainerActor`."""
@@ -104,8 +120,10 @@ class TrainerHandle:
         self._actor.kill()
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        return self._result(method, getattr(self._actor.handle, method).remote(*arguments))
+
+    def _result(self, method: str, reference: Any) -> Any:
         actor = self._actor
-        reference = getattr(actor.handle, method).remote(*arguments)
 
         def check(phase: str) -> None:
             actor.check(phase)

@@ -72,6 +72,7 @@ class Learner:
             model, optimizer, schedule
         )
         self.updates = 0
+        self._before_update: Callable[[], None] | None = None
         self._initial_state = copy.deepcopy(self.state_dict())
 
     def step(
@@ -79,14 +80,18 @@ class Learner:
         batch: RolloutBatch,
         advantages: NDArray[np.float32] | None,
         algorithm: Algorithm | str,
+        before_first_update: Callable[[], None] | None = None,
     ) -> dict[str, float]:
         """Train on a batch: `num_iterations` passes, one publication per minibatch.
+
+        before_first_update: called once, when the first gradient is there and nothing has changed.
 
         advantages fp32 `[N]`, one per rollout; None for losses that use none. Metrics carry the
         names of the field: `actor/*`, `sampling/*` (of the first minibatch, before any update:
         difference 0 and ratio 1 exactly when on-policy), `publication/*`, `timing_s/*`.
         """
         algorithm = resolve_algorithm(algorithm)
+        self._before_update = before_first_update
         per_rollout = _checked_advantages(batch, advantages)
         metrics = StepMetrics()
         started = time.perf_counter()
@@ -143,6 +148,9 @@ class Learner:
             # Nothing was written: the old weights and their version stand.
             metrics.add("actor/skipped_updates", 1.0)
             return
+        if self._before_update is not None:
+            before_update, self._before_update = self._before_update, None
+            before_update()
         self._gate.write(None, lambda version: self.optimizer.step())
         self._schedule.step()
         self.updates += 1

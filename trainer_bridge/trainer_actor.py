@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,7 @@ class TrainerActor:
         self._trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (threads,))
         self._folder = model_folder
         self._doing = "loading the model"
+        self._allowed: dict[int, threading.Event] = {}
         self._trainer_thread.submit(
             self._load, config, engine or EngineConfig(), checkpoint, attachment
         ).result()
@@ -134,9 +136,26 @@ class TrainerActor:
         batch: RolloutBatch,
         advantages: NDArray[np.float32] | None,
         algorithm: Algorithm | str,
+        hold: int | None = None,
     ) -> dict[str, float]:
-        """See `Learner.step`."""
-        return self._run("step", self._learner.step, batch, advantages, algorithm)
+        """See `Learner.step`. hold: the weights change only after `allow_update` of that number."""
+        if hold is None:
+            return self._run("step", self._learner.step, batch, advantages, algorithm)
+        allowed = self._allowed.setdefault(hold, threading.Event())
+
+        def wait() -> None:
+            self._doing = "waiting for the rollouts"
+            allowed.wait()
+            self._doing = "busy with step"
+
+        try:
+            return self._run("step", self._learner.step, batch, advantages, algorithm, wait)
+        finally:
+            self._allowed.pop(hold, None)
+
+    def allow_update(self, hold: int) -> None:
+        """Rollouts of the old weights have ended: the step that holds may change them."""
+        self._allowed.setdefault(hold, threading.Event()).set()
 
     def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
         """Run `update(model)` under the gate and publish; returns what it returns.

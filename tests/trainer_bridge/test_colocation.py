@@ -73,6 +73,11 @@ def scale_norm(model, factor: float = 1.5) -> str:
     return "scaled"
 
 
+def scale_values(model) -> None:
+    """A change that old KV does not have."""
+    model.model.layers[0].self_attn.v_proj.weight.mul_(0.7)
+
+
 def test_processes_have_shown_each_other_the_same_bits(run):
     assert set(run.exactness) == {"trainer", "rollout-0", "rollout-1"}
     assert all(e.on for e in run.exactness.values())
@@ -139,6 +144,80 @@ def test_the_promise_holds_step_after_step(run, tmp_path):
         assert np.array_equal(scored, found.logprobs)
     stale, _ = load_pretrained(tmp_path / "2")  # the control: one step behind
     assert not np.array_equal(torch.cat(score(stale, found)).detach().numpy(), found.logprobs)
+
+
+def test_an_update_waits_for_the_rollouts_it_is_told_to_wait_for(run):
+    """Overlap: sampled beside the gradient, all under the version before; the control does not
+    wait, and the same rollouts meet the new weights on the way."""
+    long = SamplingParams(n=8, max_tokens=200, seed=3, ignore_eos=True)
+    batch = run.pool.run_batch(PROMPTS, PARAMS)
+    live = run.trainer.policy_version
+    found = []
+    run.trainer.step(
+        batch,
+        advantages(batch),
+        wait_for_rollouts=lambda: found.append(run.pool.run_batch(PROMPTS, long)),
+    )
+    assert {span.version for r in found[0] for span in r.version_spans} == {live}
+    assert run.trainer.policy_version == live + 1
+
+    worker = threading.Thread(target=lambda: found.append(run.pool.run_batch(PROMPTS, long)))
+    worker.start()
+    while not any(s["requests_running"] for s in run.pool.get_stats()):
+        time.sleep(0.005)
+    run.trainer.step(batch, advantages(batch))
+    worker.join()
+    assert {span.version for r in found[1] for span in r.version_spans} == {live + 1, live + 2}
+    # Nothing to wait for, and said before the trainer came to it: no lock-up.
+    run.trainer.step(batch, advantages(batch), wait_for_rollouts=lambda: None)
+    assert run.trainer.policy_version == live + 3
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_rollouts_in_flight_meet_an_update(folder, mode):
+    """W6: spans say which version gave which token. "recompute" goes on as if the prompt had been
+    computed under the new weights; "keep" does not, and is never found as a prefix."""
+    engine = EngineConfig(max_batch_size=8, num_threads=1, in_flight=mode)
+    with Colocation(
+        folder, rollout_actors=1, trainer=TrainerConfig(num_threads=1), engine=engine
+    ) as run:
+        long = SamplingParams(n=48, max_tokens=200, seed=3, ignore_eos=True)
+        found: list = []
+        worker = threading.Thread(target=lambda: found.extend(run.pool.run_batch([[5, 6]], long)))
+        worker.start()
+        while not any(s["generated_tokens"] > 50 for s in run.pool.get_stats()):
+            time.sleep(0.005)
+        run.trainer.apply_weight_update(None, scale_values)
+        worker.join()
+        model, _ = load_pretrained(folder)
+        with torch.no_grad():
+            scale_values(model)
+        crossing = [r for r in found if len(r.version_spans) > 1]
+        assert crossing, "no rollout met the update"
+        for rollout, scored in zip(crossing, score(model, crossing), strict=True):
+            first, second = rollout.version_spans
+            assert (first.version, second.version) == (0, 1)
+            new = slice(second.start, second.end)
+            same = np.array_equal(scored.detach().numpy()[new], np.float32(rollout.logprobs[new]))
+            assert same == (mode == "recompute")
+        again = run.pool.run_batch([[5, 6]], long)
+        assert np.array_equal(torch.cat(score(model, again)).detach().numpy(), again.logprobs)
+
+
+def test_rollouts_in_flight_can_be_aborted(run):
+    """The batch returns at once with the tokens so far, and the next one is whole."""
+    long = SamplingParams(n=8, max_tokens=200, seed=3, ignore_eos=True)
+    found: list = []
+    worker = threading.Thread(target=lambda: found.extend(run.pool.run_batch(PROMPTS, long)))
+    worker.start()
+    while not any(s["requests_running"] for s in run.pool.get_stats()):
+        time.sleep(0.005)
+    run.pool.abort()
+    worker.join(30)
+    assert len(found) == 8 * len(PROMPTS)
+    assert {r.finish_reason for r in found} <= {"aborted", "length"}
+    assert "aborted" in {r.finish_reason for r in found}
+    assert {r.finish_reason for r in run.pool.run_batch(PROMPTS, long)} == {"length"}
 
 
 class Intruder:
