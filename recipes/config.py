@@ -74,6 +74,8 @@ class RolloutConfig:
         max_tokens: longest completion, in tokens
         temperature: of the sampled distribution; the trainer scores at the same one
         max_batch_size: sequences an engine computes at once; more of them queue
+        overlap: sample the rollouts of the next step while this one's gradient is computed; they
+            are then one step off-policy, which the loss corrects by the ratio of the two policies
         exact: true to refuse to run where log-probs are not bit for bit the trainer's, false to do
             without that proof; null for true on a CPU in fp32 and false elsewhere
     """
@@ -86,6 +88,7 @@ class RolloutConfig:
     max_tokens: int = 16
     temperature: float = 1.0
     max_batch_size: int = 64
+    overlap: bool = False
     exact: bool | None = None
 
     def __post_init__(self) -> None:

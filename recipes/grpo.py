@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recipes.algorithms import ADVANTAGES, presets
 from recipes.checkpoints import Checkpoint, Checkpoints
@@ -35,6 +37,7 @@ from recipes.output import holds_run, prepare_output
 from recipes.progress import RunDisplay
 from recipes.report import RunRecord, write_report
 from recipes.rewards import score_completions, teaching_samples
+from recipes.sampled_step import SampledStep
 from recipes.sft import demonstration_batches, warm_start
 from recipes.step_metrics import (
     StepClock,
@@ -42,6 +45,7 @@ from recipes.step_metrics import (
     engine_metrics,
     reward_metrics,
     version_metrics,
+    versions_behind,
 )
 from recipes.stopping import Stopped, StopSignals, stop_signals
 from recipes.tasks.catalog import load_task
@@ -49,6 +53,8 @@ from recipes.tasks.task import Demonstrates, Task, encode_prompt, prompt_text
 from rollout import EngineConfig, RolloutBatch, SamplingParams, TornWeights
 from trainer_bridge import Colocation, TrainerConfig, TrainerLost
 from trainer_bridge.algorithm import Algorithm
+
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,7 +184,8 @@ def train_to_the_end(
 ) -> None:
     """Warm start, evaluations, training steps, checkpoints; `record` says what is done already.
 
-    What changes the weights, and what says so, is never parted by a signal.
+    What changes the weights, and what says so, is never parted by a signal. With
+    `rollout.overlap` the rollouts of the following step are sampled on another thread.
     """
     algorithm = presets.named(
         config.algorithm.name,
@@ -227,22 +234,20 @@ def train_to_the_end(
         if not record.memory_before:
             record.memory_before = colocation.memory()
 
-        sample = rollout_step(config, task, colocation, cursor.rows(step), step + 1)
+        began = time.monotonic()
+        if record.ahead is None:
+            record.ahead = rollout_step(config, task, colocation, cursor.rows(step), step + 1)
         with signals.held():
-            shown = update_step(config, colocation, sample, algorithm, record)
-            record.steps_done = step + 1
+            following = None
+            if config.rollout.overlap and step + 1 < config.steps:
+                rows = cursor.rows(step + 1)
+                following = _beside(rollout_step, config, task, colocation, rows, step + 2)
+            shown = update_step(config, colocation, record.ahead, algorithm, record, following)
+            shown["timing_s/wall"] = time.monotonic() - began
+            record.steps_done, record.ahead = step + 1, None
             metrics.log(step + 1, shown)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledStep:
-    """Rollouts of one step with what they earned, on their way to the trainer."""
-
-    batch: RolloutBatch
-    advantages: NDArray[np.float32]
-    teaching: NDArray[np.int64]  # rollouts that the loss may use
-    metrics: dict[str, float]
-    clock: StepClock
+            if following is not None:
+                record.ahead = following.result()
 
 
 def rollout_step(
@@ -292,19 +297,31 @@ def update_step(
     sample: SampledStep,
     algorithm: Algorithm,
     record: RunRecord,
+    following: Future[SampledStep] | None,
 ) -> dict[str, float]:
-    """One publication (or several, with minibatches), confirmed by every actor. All metrics."""
+    """One publication (or several, with minibatches), confirmed by every actor. All metrics.
+
+    following: rollouts that are sampled meanwhile; the weights change when they have ended.
+    """
     batch, teaching = sample.batch, sample.teaching
     sample.clock.skip()
     stats: dict[str, float] = {}
+    behind = versions_behind(batch, record.policy_version)
+    rollouts_end = None if following is None else partial(wait, [following])
     if len(teaching):
         taught = batch if len(teaching) == len(batch) else batch.select(teaching)
-        stats = colocation.trainer.step(taught, sample.advantages[teaching], algorithm)
+        stats = colocation.trainer.step(
+            taught, sample.advantages[teaching], algorithm, wait_for_rollouts=rollouts_end
+        )
         record.policy_version = int(stats["rollout/policy_version"])
+    elif rollouts_end is not None:
+        rollouts_end()
     sample.clock.lap("update")
     colocation.confirm_publication(record.policy_version)
     sample.clock.lap("confirm")
-    return {**sample.metrics, **stats, **version_metrics(batch), **sample.clock.metrics()}
+    return {
+        **sample.metrics, **stats, **version_metrics(batch), **behind, **sample.clock.metrics()
+    }  # fmt: skip
 
 
 def _trainer_config(config: GrpoConfig) -> TrainerConfig:
@@ -334,6 +351,20 @@ def _demonstrations(
     return islice(batches, done, None)
 
 
+def _beside(work: Callable[..., T], *arguments: Any) -> Future[T]:
+    """The work on a thread of its own, which nobody has to wait for at the end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rollouts ahead", daemon=True).start()
+    return future
+
+
 def _checkpoint(colocation: Colocation, record: RunRecord, checkpoints: Checkpoints) -> None:
     """Save the state after `record.steps_done` steps. Not to be parted by a signal."""
 
@@ -346,7 +377,13 @@ def _checkpoint(colocation: Colocation, record: RunRecord, checkpoints: Checkpoi
             )
         return version
 
-    record.checkpoint = checkpoints.write(record.steps_done, record.state(), save)
+    def save_all(folder: Path) -> int:
+        version = save(folder)
+        if record.ahead is not None:
+            record.ahead.save(folder)
+        return version
+
+    record.checkpoint = checkpoints.write(record.steps_done, record.state(), save_all)
 
 
 def _records_of(start: Checkpoint | None) -> int:

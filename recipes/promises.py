@@ -23,9 +23,23 @@ class PromiseCheck:
     holds: bool | None
 
 
-def check_promises(history: Sequence[Record]) -> list[PromiseCheck]:
+def check_promises(history: Sequence[Record], overlap: bool = False) -> list[PromiseCheck]:
     """The rows, from the records of the run's training steps. Nothing is assumed: a promise whose
-    metric is absent from every record is reported as not measured."""
+    metric is absent from every record is reported as not measured.
+
+    overlap: rollouts are meant to be one step behind; then nothing is promised of the ratio, and
+    the policy that is trained is compared with the one before it.
+    """
+    on_policy = [] if overlap else _on_policy(history)
+    return [
+        *on_policy,
+        _behind(history, overlap),
+        _versions_rise(history, overlap),
+        _one_version_per_rollout(history),
+    ]
+
+
+def _on_policy(history: Sequence[Record]) -> list[PromiseCheck]:
     return [
         _exact(
             "ratio of the first minibatch: largest distance from 1",
@@ -44,9 +58,21 @@ def check_promises(history: Sequence[Record]) -> list[PromiseCheck]:
             ideal=0.0,
             show=lambda value: f"{value:.3g}",
         ),
-        _versions_rise(history),
-        _one_version_per_rollout(history),
     ]
+
+
+def _behind(history: Sequence[Record], overlap: bool) -> PromiseCheck:
+    """Updates between the sampling of a token and the step that trains on it."""
+    promise = "publications between a rollout and its own step (most)"
+    seen = [r["rollout/versions_behind"] for r in history if "rollout/versions_behind" in r]
+    expected = "one step's (overlap)" if overlap else "0"
+    if not seen:
+        return PromiseCheck(promise, "not measured", expected, None)
+    versions = [r["rollout/policy_version"] for r in history if "rollout/policy_version" in r]
+    per_step = max((later - earlier for earlier, later in pairwise(versions)), default=0.0)
+    return PromiseCheck(
+        promise, f"{max(seen):.0f}", expected, max(seen) <= (per_step if overlap else 0)
+    )
 
 
 def check_weights(weights: Mapping[str, WeightsEcho]) -> PromiseCheck:
@@ -102,12 +128,12 @@ def _exact(
     return PromiseCheck(promise, show(worst), "0", worst == 0)
 
 
-def _versions_rise(history: Sequence[Record]) -> PromiseCheck:
+def _versions_rise(history: Sequence[Record], overlap: bool) -> PromiseCheck:
     promise = "policy version of the rollouts, step by step"
     versions = [int(r["rollout/policy_version"]) for r in history if "rollout/policy_version" in r]
     if not versions:
         return PromiseCheck(promise, "not measured", "rises with every update", None)
-    rises = all(later > earlier for earlier, later in pairwise(versions))
+    rises = all(later > earlier for earlier, later in list(pairwise(versions))[overlap:])
     measured = f"{versions[0]} to {versions[-1]} over {len(versions)} steps"
     return PromiseCheck(promise, measured, "rises with every update", rises)
 

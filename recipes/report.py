@@ -16,6 +16,7 @@ from recipes.config import GrpoConfig
 from recipes.evaluation import Evaluation
 from recipes.progress import format_duration
 from recipes.promises import PromiseCheck, check_exactness, check_promises, check_weights
+from recipes.sampled_step import SampledStep
 from rollout import Exactness
 from trainer_bridge import WeightsEcho
 
@@ -39,6 +40,7 @@ class RunRecord:
     warm_start_done: int = 0
     steps_done: int = 0
     policy_version: int = 0
+    ahead: SampledStep | None = None
     resumes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     status: str = "running"
@@ -58,6 +60,7 @@ class RunRecord:
         self.checkpoint = checkpoint.folder if checkpoint else None
         self.steps_done = checkpoint.step if checkpoint else 0
         self.policy_version = checkpoint.policy_version if checkpoint else 0
+        self.ahead = SampledStep.load(checkpoint.folder) if checkpoint else None
         self.warm_start_done = state.get("warm_start_done", 0)
         self.resumes = [*state.get("resumes", []), self.steps_done]
         self.evaluations[:] = [
@@ -84,7 +87,7 @@ def write_report(folder: Path, record: RunRecord) -> Path:
             [
                 check_weights(record.weights),
                 check_exactness(record.exactness),
-                *check_promises(record.training_steps),
+                *check_promises(record.training_steps, record.config.rollout.overlap),
             ]
         ),
         _memory(record),

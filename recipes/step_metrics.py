@@ -86,6 +86,13 @@ def version_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
+def versions_behind(batch: RolloutBatch, live_version: int) -> dict[str, float]:
+    """How many publications lie between the oldest token and the weights it is about to train."""
+    if len(batch.spans) == 0:
+        return {}
+    return {"rollout/versions_behind": float(live_version - batch.spans[:, 0].min())}
+
+
 def engine_metrics(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of `RolloutPool.get_stats()`, over all engines since they started: the share of prompt
     tokens found in the prefix cache, and preemptions."""

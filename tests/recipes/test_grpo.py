@@ -37,7 +37,7 @@ def test_a_run_leaves_what_it_promises(run_grpo, capsys):
     ]
     report = (folder / "report.md").read_text()
     assert "3 of 3 steps" in report and "finished" in report
-    assert report.count("| yes |") == 6 and "**NO**" not in report
+    assert report.count("| yes |") == 7 and "**NO**" not in report
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     evaluated = [record["step"] for record in records(folder) if "heldout/reward" in record]
     assert evaluated == [0, 2, 3]

@@ -11,14 +11,15 @@ GOOD = {
     "sampling/importance_sampling_ratio/max": 1.0,
     "sampling/importance_sampling_ratio/min": 1.0,
     "sampling/sampling_logp_difference/max": 0.0,
+    "rollout/versions_behind": 0.0,
     "rollout/version_spans_max": 1.0,
 }
 
 
 def test_all_hold():
     checks = check_promises([GOOD | {"rollout/policy_version": v} for v in (0, 1, 2)])
-    assert [check.holds for check in checks] == [True] * 4
-    assert checks[2].measured == "0 to 2 over 3 steps"
+    assert [check.holds for check in checks] == [True] * 5
+    assert checks[3].measured == "0 to 2 over 3 steps"
 
 
 @pytest.mark.parametrize(
@@ -28,21 +29,38 @@ def test_all_hold():
         (0, {"sampling/importance_sampling_ratio/min": 0.5}, "0.5"),
         (0, {"sampling/importance_sampling_ratio/max": float("nan")}, "inf"),
         (1, {"sampling/sampling_logp_difference/max": 1e-7}, "1e-07"),
-        (2, {"rollout/policy_version": 1.0}, "1 to 1 over 2 steps"),
-        (3, {"rollout/version_spans_max": 2.0}, "2"),
+        (2, {"rollout/versions_behind": 1.0}, "1"),
+        (3, {"rollout/policy_version": 1.0}, "1 to 1 over 2 steps"),
+        (4, {"rollout/version_spans_max": 2.0}, "2"),
     ],
 )
 def test_one_bad_step_is_enough(row, change, measured):
     first, second = (GOOD | {"rollout/policy_version": v} for v in (1, 2))
     checks = check_promises([first, second | change])
-    assert [check.holds for check in checks] == [i != row for i in range(4)]
+    assert [check.holds for check in checks] == [i != row for i in range(5)]
     assert checks[row].measured == measured
+
+
+def test_with_overlap_only_the_lag_is_promised():
+    """One step's publications, here two, and no more; nothing is said of the ratio."""
+    versions, behind = (4, 4, 6, 8), (0, 2, 2, 2)
+    history = [
+        {"rollout/policy_version": v, "rollout/versions_behind": b, "rollout/version_spans_max": 1}
+        for v, b in zip(versions, behind, strict=True)
+    ]
+    checks = check_promises(history, overlap=True)
+    assert [(check.measured, check.holds) for check in checks] == [
+        ("2", True), ("4 to 8 over 4 steps", True), ("1", True),
+    ]  # fmt: skip
+    history[3]["rollout/versions_behind"] = 3
+    assert [check.holds for check in check_promises(history, overlap=True)] == [False, True, True]
+    assert [check.holds for check in check_promises(history)][2:4] == [False, False]
 
 
 def test_nothing_measured_is_said():
     for history in ([], [{"reward": 1.0}]):
         checks = check_promises(history)
-        assert [check.holds for check in checks] == [None] * 4
+        assert [check.holds for check in checks] == [None] * 5
         assert all(check.measured == "not measured" for check in checks)
 
 

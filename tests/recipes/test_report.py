@@ -28,7 +28,7 @@ def test_before_and_after(tmp_path):
     assert "| reward | 0.15 | 1.95 |" in text
     assert "The weights (3.0 MiB)" in text and "| rollout-0 | - | 5.0 |" in text
     assert "| `2\\|3=` | `five` | 1 |" in text and "| `4=` | (empty) | - |" in text
-    assert text.count("| not measured |") == 6
+    assert text.count("| not measured |") == 7
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

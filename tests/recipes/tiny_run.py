@@ -4,6 +4,7 @@ the trainer and one engine of a colocation in this process, without Ray."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,19 @@ class LocalPool:
         return [self.engine.get_stats()]
 
 
+class LocalTrainer(TrainerActor):
+    """With the surface of `TrainerHandle`."""
+
+    def step(self, batch, advantages, algorithm, wait_for_rollouts=None):
+        if wait_for_rollouts is None:
+            return super().step(batch, advantages, algorithm)
+        with ThreadPoolExecutor(1) as beside:
+            stats = beside.submit(super().step, batch, advantages, algorithm, 0)
+            wait_for_rollouts()
+            self.allow_update(0)
+            return stats.result()
+
+
 class LocalColocation:
     """`Colocation` without processes: the same trainer, arena, gate and engine."""
 
@@ -138,7 +152,7 @@ class LocalColocation:
     ) -> None:
         torch.set_num_threads(1)
         self._start = partial(
-            TrainerActor, str(model_folder), replace(trainer, num_threads=1), engine
+            LocalTrainer, str(model_folder), replace(trainer, num_threads=1), engine
         )
         self.trainer = self._start(None if checkpoint is None else str(checkpoint))
         weights = self.trainer.weights()
