@@ -31,8 +31,9 @@ class ProcessIdentity:
             psutil.Process().create_time(),
         )
 
-    def kill(self) -> None:
-        """SIGKILL, which ends stopped processes too; returns when it is gone.
+    def kill(self, grace_s: float = 2.0) -> None:
+        """SIGKILL, which ends stopped processes too, unless it ends by itself within `grace_s`;
+        returns when it is gone.
 
         Does nothing where it cannot: on another host, and for a process that has ended.
         """
@@ -41,6 +42,10 @@ class ProcessIdentity:
             return
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
-            if process.create_time() == self.started:
+            if process.create_time() != self.started:
+                return
+            try:
+                process.wait(grace_s)
+            except psutil.TimeoutExpired:
                 process.kill()
                 process.wait(10)

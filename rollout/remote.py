@@ -128,7 +128,10 @@ class RemoteActor:
         return lost
 
     def kill(self) -> None:
-        """End the process, a stopped one too, and return when it is gone. Idempotent."""
+        """End the process, a stopped one too, and return when it is gone. Idempotent.
+
+        By Ray, which takes a moment and knows then that it was meant; by force if that fails.
+        """
         ready, _ = ray.wait([self._identity], timeout=0)
         with suppress(RayError):
             ray.kill(self.handle)

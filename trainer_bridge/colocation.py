@@ -230,8 +230,9 @@ class Colocation:
         else:
             self.trainer = TrainerHandle(actor, self._call_timeout_s, self._check_pool)
         self._weights = wait_for(
-            handle.weights.remote(), "trainer", "load the model", self._start_timeout_s
-        )
+            handle.weights.remote(), "trainer", "load the model", self._start_timeout_s,
+            self._check_pool,
+        )  # fmt: skip
 
     def _start_pool(self) -> None:
         actors = {
@@ -292,9 +293,11 @@ class Colocation:
                 self.exactness[name] = replace(exactness, probe=probe)
         return True
 
-    def _check_pool(self) -> None:
+    def _check_pool(self, phase: str = "") -> None:
+        """While the trainer is waited for: a stopped rollout process may hold what it waits for."""
         if hasattr(self, "pool"):
-            self.pool.check()
+            with suppress(ActorLost):  # the last one; the next batch says so
+                self.pool.check()
 
     def _remote(self, kind: type, threads: int) -> Any:
         """`kind` as a Ray actor on this node, where the arena lies.
@@ -322,14 +325,18 @@ class Colocation:
         used before. If no rollout actor is left either, all start afresh.
         """
         self.trainer.kill()
-        attachments = list(self.pool.attachments().values())
+        attachments: list[Attachment] = []
+        with suppress(ActorLost):  # the last one is lost, too
+            attachments = list(self.pool.attachments().values())
         if not attachments:
             self.pool.close()
             self._attachments.clear()
             self._start_everything(checkpoint)
         else:
             self._start_trainer(checkpoint, attachments[0])
-            self._same_bits("trainer", self.trainer.policy_version, self._weights.exactness)
+            version = self.trainer.policy_version
+            if not self._same_bits("trainer", version, self._weights.exactness):
+                raise ActorFailure(f"the new trainer published {version}, others read another one")
             self.pool.refill()
         return self.trainer.policy_version
 

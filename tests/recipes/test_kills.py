@@ -1,7 +1,8 @@
-"""F1, F3, F4, R8: one run over real actors, whose processes are killed for real, one after another.
+"""F1, F3, F4, F5, R8: one run over real actors, whose processes are killed for real, one after
+another.
 
-The last one is the run's own; `--resume auto` goes on. It ends in the weights of a run that nobody
-disturbed."""
+Then the run's own, and what `--resume auto` goes on with is interrupted by Ctrl-C. It ends in the
+weights of a run that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ def final_weights(output: Path) -> bytes:
 
 
 def test_kill_them_all_one_after_another(policy, tmp_path):
-    undisturbed = start(policy, tmp_path / "undisturbed")
-    finished(undisturbed)
+    text = finished(start(policy, tmp_path / "undisturbed"))
+    assert "died or was killed" not in text, "an orderly end looks like an accident"
     expected = final_weights(tmp_path / "undisturbed")
 
     output = tmp_path / "killed"
@@ -101,6 +102,18 @@ def test_kill_them_all_one_after_another(policy, tmp_path):
     _, alive = psutil.wait_procs(ours, timeout=30)
     assert not alive, f"left behind: {[p.cmdline()[:2] for p in alive]}"
     assert step_of(output) < STEPS
+
+    run = start(policy, output)
+    wait_for_step(run, output, 30)
+    everyone = processes_of(run)
+    run.send_signal(signal.SIGINT)
+    text, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, text
+    assert "saving the weights" in text and "Traceback" not in text
+    _, alive = psutil.wait_procs(everyone, timeout=30)
+    assert not alive, f"left behind: {[p.cmdline()[:2] for p in alive]}"
+    newest = sorted((output / "checkpoints").iterdir())[-1].name
+    assert newest == f"step-{step_of(output):06d}", "Ctrl-C lost a step"
 
     text = finished(start(policy, output))
     assert final_weights(output) == expected

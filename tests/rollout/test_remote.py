@@ -131,5 +131,5 @@ def test_a_death_is_blamed_on_memory_if_the_kernel_says_so(start, monkeypatch):
 def test_another_process_with_the_same_number_is_spared():
     identity = ProcessIdentity.of_this()
     for other in ({"started": identity.started - 1}, {"host": "another"}, {"pid_namespace": 1}):
-        dataclasses.replace(identity, **other).kill()  # and this one is still here
+        dataclasses.replace(identity, **other).kill(0.0)  # and this one is still here
     assert remote.memory_kills() >= 0

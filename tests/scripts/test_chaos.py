@@ -27,7 +27,7 @@ def chaos(*options: str) -> tuple[int, dict]:
 
 def test_with_the_protocol_nothing_is_found():
     """W3, W6, F1-F3: real processes, killed and stopped in the midst of updates and steps."""
-    code, found = chaos("--seconds=15", "--seed=4", "--ray-share=0")
+    code, found = chaos("--seconds=10", "--seed=4", "--ray-share=0")
     assert (code, found["violations"]) == (0, 0)
     assert found["updates"] > 20 and found["faults"] > 5 and found["tokens_checked"] > 1000
     assert any("kill" in kind for kind in found["faults_by_kind"])

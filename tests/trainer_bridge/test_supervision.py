@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +55,23 @@ def start(folder: Path, actors: int = 2, **settings) -> Colocation:
         engine=EngineConfig(max_batch_size=8, num_threads=1),
         **settings,
     )
+
+
+@pytest.fixture(scope="module")
+def shared(folder, ray_session):
+    """One run for the tests that leave it whole."""
+    with start(folder) as run:
+        yield run
+        wait_until_alive(run, ["rollout-0", "rollout-1"])
+        check_same_bits(run.exactness)
+
+
+@pytest.fixture
+def run(shared):
+    """That run with both actors at work."""
+    wait_until_alive(shared, ["rollout-0", "rollout-1"])
+    shared.pool.losses.clear()
+    return shared
 
 
 def in_process(folder: Path, params=SHORT, policy_version: int = 0) -> list:
@@ -103,41 +121,41 @@ def wait_until_alive(run: Colocation, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_actor_changes_no_token_and_another_joins(folder, blow):
+def test_a_lost_actor_changes_no_token_and_another_joins(run, blow):
     """F1, F2: same bits; the one that takes its place reads the same weights and serves."""
-    with start(folder) as run:
-        expected = list(run.pool.run_batch(PROMPTS, LONG))
-        victim = rollout_pid(run, "rollout-0")
-        found = while_rollouts_run(run, lambda: os.kill(victim, blow))
-        assert list(found) == expected
-        (loss,) = run.pool.losses
-        assert "rollout-0" in str(loss) and "run_batch" in str(loss)
-        wait_until_alive(run, ["rollout-0", "rollout-1"])
-        assert run.pool.restarts == 1
-        assert rollout_pid(run, "rollout-0") != victim
-        assert list(run.pool.run_batch(PROMPTS, LONG)) == expected
-        busy = {s["actor"]: s["generated_tokens"] for s in run.pool.get_stats()}
-        assert busy["rollout-0"] > 0
-        assert len({echo.memory for echo in run.verify_weights().values()}) == 1
+    expected = list(run.pool.run_batch(PROMPTS, LONG))
+    victim, restarts = rollout_pid(run, "rollout-0"), run.pool.restarts
+    found = while_rollouts_run(run, lambda: os.kill(victim, blow))
+    assert list(found) == expected
+    (loss,) = run.pool.losses
+    assert "rollout-0" in str(loss) and "run_batch" in str(loss)
+    wait_until_alive(run, ["rollout-0", "rollout-1"])
+    assert run.pool.restarts == restarts + 1
+    assert rollout_pid(run, "rollout-0") != victim
+    assert list(run.pool.run_batch(PROMPTS, LONG)) == expected
+    busy = {s["actor"]: s["generated_tokens"] for s in run.pool.get_stats()}
+    assert busy["rollout-0"] > 0
+    assert len({echo.memory for echo in run.verify_weights().values()}) == 1
 
 
-def test_an_actor_that_joins_after_updates_is_held_against_the_others(folder, monkeypatch):
+def test_an_actor_that_joins_after_updates_is_held_against_the_others(run, monkeypatch):
     """It proves its bits on today's weights, which no probe at the start has seen."""
-    with start(folder) as run:
-        step(run, 0)
-        expected = list(run.pool.run_batch(PROMPTS, SHORT))
-        os.kill(rollout_pid(run, "rollout-0"), signal.SIGKILL)
-        assert list(run.pool.run_batch(PROMPTS, SHORT)) == expected
-        wait_until_alive(run, ["rollout-0", "rollout-1"])
-        check_same_bits(run.exactness)
-        probe = run.pool.probe()["rollout-0"][1]
-        other = dataclasses.replace(
-            probe, probe=dataclasses.replace(probe.probe, fingerprint="others")
-        )
-        monkeypatch.setattr(run.pool, "probe", lambda: {"rollout-1": (1, other)})
-        with pytest.raises(ExactnessRefused, match="rollout-0"):
-            run._same_bits("rollout-0", 1, probe)
-        assert run._same_bits("rollout-0", 2, probe) is False  # other weights: nothing to compare
+    step(run, 0)
+    version = run.trainer.policy_version
+    expected = list(run.pool.run_batch(PROMPTS, SHORT))
+    os.kill(rollout_pid(run, "rollout-0"), signal.SIGKILL)
+    assert list(run.pool.run_batch(PROMPTS, SHORT)) == expected
+    wait_until_alive(run, ["rollout-0", "rollout-1"])
+    check_same_bits(run.exactness)
+    probe = run.pool.probe()["rollout-0"][1]
+    other = dataclasses.replace(
+        probe, probe=dataclasses.replace(probe.probe, fingerprint="others")
+    )
+    monkeypatch.setattr(run.pool, "probe", lambda: {"rollout-1": (version, other)})
+    with pytest.raises(ExactnessRefused, match="rollout-0"):
+        run._same_bits("rollout-0", version, probe)
+    # On other weights there is nothing to compare.
+    assert run._same_bits("rollout-0", version + 1, probe) is False
 
 
 def test_what_was_handed_in_is_not_computed_again(folder):
@@ -175,23 +193,21 @@ def test_what_was_handed_in_is_not_computed_again(folder):
         assert len(pool.alive) == 1
 
 
-def test_an_update_goes_on_when_a_reader_hangs_inside_its_step(folder):
+def test_an_update_goes_on_when_a_reader_hangs_inside_its_step(run):
     """The lock of a stopped process is freed by ending it, while the trainer waits."""
-    with start(folder) as run:
-        batch = run.pool.run_batch(PROMPTS, SHORT)
-        victim = rollout_pid(run, "rollout-1")
-        worker = threading.Thread(target=lambda: run.pool.run_batch(PROMPTS, LONG))
-        worker.start()
-        lock = run._weights.gate
-        while not stopped_inside_a_step(victim, lock):
-            time.sleep(0.001)
-        stats = run.trainer.step(batch, np.ones(len(batch), np.float32))
-        assert stats["rollout/policy_version"] == 1
-        worker.join(120)
-        assert any("rollout-1" in str(loss) for loss in run.pool.losses)
+    batch, version = run.pool.run_batch(PROMPTS, SHORT), run.trainer.policy_version
+    victim = rollout_pid(run, "rollout-1")
+    worker = threading.Thread(target=swallow, args=(run.pool.run_batch, PROMPTS, LONG))
+    worker.start()
+    while not stopped_inside_a_step(victim):
+        time.sleep(0.001)
+    stats = run.trainer.step(batch, np.ones(len(batch), np.float32))
+    assert stats["rollout/policy_version"] == version + 1
+    worker.join(120)
+    assert any("rollout-1" in str(loss) for loss in run.pool.losses)
 
 
-def stopped_inside_a_step(pid: int, gate) -> bool:
+def stopped_inside_a_step(pid: int) -> bool:
     """Stop the process; let it go on if it did not hold the weights' lock at that moment."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.002)
@@ -250,15 +266,15 @@ def test_no_memory_in_an_actor_ends_the_batch_with_that_cause(folder):
             run.pool.run_batch(PROMPTS, SHORT)
 
 
-def test_an_actor_refuses_work_before_it_has_the_wanted_version(folder):
+def test_an_actor_refuses_work_before_it_has_the_wanted_version(run):
     """F7."""
-    with start(folder, actors=1) as run:
-        run.pool.min_version = 1
-        with pytest.raises(StaleWeights, match=r"version 1 or later.*version 0"):
-            run.pool.run_batch(PROMPTS, SHORT)
-        run.trainer.apply_weight_update(None, scale_norm)
-        batch = run.pool.run_batch(PROMPTS, SHORT)
-        assert {span.version for rollout in batch for span in rollout.version_spans} == {1}
+    version = run.trainer.policy_version
+    run.pool.min_version = version + 1
+    with pytest.raises(StaleWeights, match=f"version {version + 1} or later.*version {version}"):
+        run.pool.run_batch(PROMPTS, SHORT)
+    run.trainer.apply_weight_update(None, scale_norm)
+    batch = run.pool.run_batch(PROMPTS, SHORT)
+    assert {span.version for r in batch for span in r.version_spans} == {version + 1}
 
 
 def scale_norm(model) -> None:
@@ -321,17 +337,38 @@ def test_a_new_trainer_goes_on_from_the_checkpoint(folder, tmp_path, moment):
     assert weights_of(tmp_path / "found") != weights_of(tmp_path / "two")
 
 
-def test_a_hung_trainer_is_ended_and_cannot_come_back(folder):
+def test_a_hung_trainer_is_ended_and_cannot_come_back(run):
     """F2 for the trainer: nobody waits for it beyond its heartbeat, and it is fenced off."""
-    with start(folder) as run:
-        old = trainer_pid(run)
-        os.kill(old, signal.SIGSTOP)
-        with pytest.raises(TrainerLost, match=r"trainer has not answered for .* 'step'"):
-            step(run, 0)
-        run.restart_trainer(None)
-        with pytest.raises(ProcessLookupError):
-            os.kill(old, signal.SIGCONT)
+    old, version = trainer_pid(run), run.trainer.policy_version
+    os.kill(old, signal.SIGSTOP)
+    with pytest.raises(TrainerLost, match=r"trainer has not answered for .* 'step'"):
         step(run, 0)
+    assert run.restart_trainer(None) == version + 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(old, signal.SIGCONT)
+    step(run, 0)
+
+
+def test_a_new_trainer_does_not_wait_for_a_reader_that_hangs_in_its_step(run):
+    """Two faults at once: the stopped actor holds the lock that the new trainer needs."""
+    version = run.trainer.policy_version
+    victim = rollout_pid(run, "rollout-1")
+    worker = threading.Thread(target=swallow, args=(run.pool.run_batch, PROMPTS, LONG))
+    worker.start()
+    while not stopped_inside_a_step(victim):
+        time.sleep(0.001)
+    os.kill(trainer_pid(run), signal.SIGKILL)
+    assert run.restart_trainer(None) == version + 1
+    worker.join(120)
+    assert any("rollout-1" in str(loss) for loss in run.pool.losses)
+    wait_until_alive(run, ["rollout-0", "rollout-1"])
+    step(run, 0)
+
+
+def swallow(work, *arguments) -> None:
+    """The batch that is under way may fail with its actors."""
+    with suppress(RuntimeError):
+        work(*arguments)
 
 
 def test_all_processes_at_once(folder, tmp_path):
@@ -350,17 +387,17 @@ def test_all_processes_at_once(folder, tmp_path):
         )
 
 
-def test_every_actor_echoes_the_receipt(folder):
+def test_every_actor_echoes_the_receipt(run):
     """W13: version, tensors, memory, checksum; and a process that reads something else is found."""
-    with start(folder) as run:
-        first = run.verify_weights()
-        assert set(first) == {"trainer", "rollout-0", "rollout-1"}
-        assert len(set(first.values())) == 1
-        run.confirm_publication(0)
-        with pytest.raises(WeightsDiffer, match="version 1 was published, rollout-0 reads"):
-            run.confirm_publication(1)
-        run.trainer.apply_weight_update(None, scale_norm)
-        second = run.verify_weights()["rollout-1"]
-        assert (second.version, second.tensors) == (1, first["trainer"].tensors)
-        assert second.checksum != first["trainer"].checksum
-        assert run.verify_weights(checksum=False)["trainer"].checksum is None
+    version = run.trainer.policy_version
+    first = run.verify_weights()
+    assert set(first) == {"trainer", "rollout-0", "rollout-1"}
+    assert len(set(first.values())) == 1
+    run.confirm_publication(version)
+    with pytest.raises(WeightsDiffer, match=f"version {version + 1} was published, rollout-"):
+        run.confirm_publication(version + 1)
+    run.trainer.apply_weight_update(None, scale_norm)
+    second = run.verify_weights()["rollout-1"]
+    assert (second.version, second.tensors) == (version + 1, first["trainer"].tensors)
+    assert second.checksum != first["trainer"].checksum
+    assert run.verify_weights(checksum=False)["trainer"].checksum is None
