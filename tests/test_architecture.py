@@ -20,7 +20,10 @@ ALLOWED = {
     "recipes": {"recipes", "trainer_bridge", "rollout"},
 }
 ONLY_IN = {
-    "ray": {"rollout/pool.py", "rollout/remote.py", "trainer_bridge/colocation.py"},
+    "ray": {
+        "rollout/pool.py", "rollout/membership.py", "rollout/remote.py",
+        "trainer_bridge/colocation.py",
+    },
     "accelerate": {"trainer_bridge/learner.py"},
 }
 TORCH_FREE = [

@@ -1,11 +1,12 @@
 """Lockstep's trainer side: shared weights, their publication, and the step that changes them."""
 
 from trainer_bridge.algorithm import Algorithm, resolve_algorithm
-from trainer_bridge.colocation import Colocation, TrainerLost, WeightsDiffer
+from trainer_bridge.colocation import Colocation, WeightsDiffer
 from trainer_bridge.proof import Proof, prove
 from trainer_bridge.receipt import PublicationReceipt, WeightsEcho
 from trainer_bridge.scoring import score
 from trainer_bridge.trainer_config import TrainerConfig
+from trainer_bridge.trainer_handle import TrainerLost
 
 __all__ = [
     "Algorithm",

@@ -7,9 +7,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,9 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.actor import RolloutActor
@@ -29,112 +26,22 @@ from rollout.exactness import Exactness, ExactnessRefused, alike
 from rollout.model import Decoder, DecoderConfig
 from rollout.policy import WeightsError
 from rollout.pool import RolloutPool
-from rollout.remote import ActorFailure, ActorLost, ActorOutOfMemory, RemoteActor, wait_for
-from rollout.rollout_batch import RolloutBatch
+from rollout.remote import ActorFailure, ActorLost, RemoteActor, wait_for
 from rollout.tokenizer import Tokenizer
-from trainer_bridge.algorithm import Algorithm
 from trainer_bridge.arena import ArenaHandle, WeightArena
 from trainer_bridge.memory import MemoryHandle
 from trainer_bridge.publication import SharedGate
 from trainer_bridge.receipt import WeightsEcho
 from trainer_bridge.trainer_actor import TrainerActor, WeightsHandle
 from trainer_bridge.trainer_config import TrainerConfig
+from trainer_bridge.trainer_handle import TrainerHandle
 
 Attachment = tuple[ArenaHandle, MemoryHandle]
 """Handles of the weights and of their gate, both through one process."""
 
 
-class TrainerLost(ActorFailure):
-    """The trainer is dead or hung. The weights may be torn; `Colocation.restart_trainer` goes on
-    from a checkpoint."""
-
-
 class WeightsDiffer(WeightsError):
     """Processes of one run do not read the same weights."""
-
-
-class TrainerHandle:
-    """The trainer actor as an object. Calls wait, with a deadline that names the phase, and raise
-    `TrainerLost` when it died or hangs.
-
-    meanwhile: called about once a second while a call waits.
-    """
-
-    def __init__(self, actor: RemoteActor, timeout_s: float, meanwhile: Callable[[], None]) -> None:
-        self._actor = actor
-        self._timeout_s = timeout_s
-        self._meanwhile = meanwhile
-        self._holds = itertools.count()
-
-    def step(
-        self,
-        batch: RolloutBatch,
-        advantages: NDArray[np.float32] | None,
-        algorithm: Algorithm | str = "grpo",
-        *,
-        wait_for_rollouts: Callable[[], object] | None = None,
-    ) -> dict[str, float]:
-        """Forward, backward, `apply_weight_update`; metrics. See `Learner.step`.
-
-        wait_for_rollouts: called while forward and backward run; the weights change only after it
-        has returned, so what is sampled until then is of one version. It must not raise.
-        """
-        if wait_for_rollouts is None:
-            return self._call("step", batch, advantages, algorithm)  # type: ignore[no-any-return]
-        handle, hold = self._actor.handle, next(self._holds)
-        reference = handle.step.remote(batch, advantages, algorithm, hold)
-        try:
-            wait_for_rollouts()
-        finally:
-            handle.allow_update.remote(hold)
-        return self._result("step", reference)  # type: ignore[no-any-return]
-
-    def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
-        """Run `update(model)` in the trainer, in place, and publish. See `TrainerActor`."""
-        return self._call("apply_weight_update", version, update)
-
-    def save_checkpoint(self, folder: str) -> int:
-        """Write weights, tokenizer and the trainer's state; returns the version written."""
-        return self._call("save_checkpoint", str(folder))  # type: ignore[no-any-return]
-
-    def weights_echo(self, *, checksum: bool = False) -> WeightsEcho:
-        """What the trainer itself reads; see `SharedGate.echo`."""
-        return self._call("weights_echo", checksum)  # type: ignore[no-any-return]
-
-    def get_stats(self) -> dict[str, Any]:
-        return self._call("get_stats")  # type: ignore[no-any-return]
-
-    def memory_uss(self) -> int:
-        return self._call("memory_uss")  # type: ignore[no-any-return]
-
-    @property
-    def policy_version(self) -> int:
-        return int(self.get_stats()["policy_version"])
-
-    def replace(self, actor: RemoteActor) -> None:
-        """From now on address another process."""
-        self._actor = actor
-
-    def kill(self) -> None:
-        """End the process. Idempotent."""
-        self._actor.kill()
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        return self._result(method, getattr(self._actor.handle, method).remote(*arguments))
-
-    def _result(self, method: str, reference: Any) -> Any:
-        actor = self._actor
-
-        def check(phase: str) -> None:
-            actor.check(phase)
-            self._meanwhile()
-
-        try:
-            return wait_for(reference, actor.name, method, self._timeout_s, check)
-        except ActorOutOfMemory:
-            raise
-        except ActorLost as error:
-            raise TrainerLost(str(error)) from error
 
 
 class Colocation:
@@ -297,7 +204,7 @@ class Colocation:
         """While the trainer is waited for: a stopped rollout process may hold what it waits for."""
         if hasattr(self, "pool"):
             with suppress(ActorLost):  # the last one; the next batch says so
-                self.pool.check()
+                self.pool.members.check()
 
     def _remote(self, kind: type, threads: int) -> Any:
         """`kind` as a Ray actor on this node, where the arena lies.
@@ -337,7 +244,7 @@ class Colocation:
             version = self.trainer.policy_version
             if not self._same_bits("trainer", version, self._weights.exactness):
                 raise ActorFailure(f"the new trainer published {version}, others read another one")
-            self.pool.refill()
+            self.pool.members.refill()
         return self.trainer.policy_version
 
     def verify_weights(self, *, checksum: bool = True) -> dict[str, WeightsEcho]:

@@ -313,9 +313,8 @@ def test_nothing_is_left_behind(folder, tmp_path):
     """F4 (orderly part), W3: not even after an update that broke down and poisoned the weights."""
     with start(folder, undo=False) as colocation:
         pids = [colocation.trainer.get_stats()["pid"]]
-        pids += [
-            ray.get(a.handle.describe.remote())["pid"] for a in colocation.pool._actors.values()
-        ]
+        actors = colocation.pool.members.serving.values()
+        pids += [ray.get(actor.handle.describe.remote())["pid"] for actor in actors]
         assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
         memory = colocation.memory()
         assert memory.keys() == {"trainer", "rollout-0", "rollout-1"}

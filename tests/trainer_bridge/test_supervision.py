@@ -70,7 +70,7 @@ def shared(folder, ray_session):
 def run(shared):
     """That run with both actors at work."""
     wait_until_alive(shared, ["rollout-0", "rollout-1"])
-    shared.pool.losses.clear()
+    shared.pool.members.losses.clear()
     return shared
 
 
@@ -85,7 +85,7 @@ def pid_of(handle) -> int:
 
 
 def rollout_pid(run: Colocation, name: str) -> int:
-    return pid_of(run.pool._actors[name].handle)
+    return pid_of(run.pool.members.serving[name].handle)
 
 
 def trainer_pid(run: Colocation) -> int:
@@ -116,7 +116,7 @@ def wait_until_alive(run: Colocation, names: list[str]) -> None:
     deadline = time.monotonic() + 60
     while sorted(run.pool.alive) != names:
         assert time.monotonic() < deadline, run.pool.alive
-        run.pool.check()
+        run.pool.members.check()
         time.sleep(0.1)
 
 
@@ -124,13 +124,13 @@ def wait_until_alive(run: Colocation, names: list[str]) -> None:
 def test_a_lost_actor_changes_no_token_and_another_joins(run, blow):
     """F1, F2: same bits; the one that takes its place reads the same weights and serves."""
     expected = list(run.pool.run_batch(PROMPTS, LONG))
-    victim, restarts = rollout_pid(run, "rollout-0"), run.pool.restarts
+    victim, restarts = rollout_pid(run, "rollout-0"), run.pool.members.restarts
     found = while_rollouts_run(run, lambda: os.kill(victim, blow))
     assert list(found) == expected
-    (loss,) = run.pool.losses
+    (loss,) = run.pool.members.losses
     assert "rollout-0" in str(loss) and "run_batch" in str(loss)
     wait_until_alive(run, ["rollout-0", "rollout-1"])
-    assert run.pool.restarts == restarts + 1
+    assert run.pool.members.restarts == restarts + 1
     assert rollout_pid(run, "rollout-0") != victim
     assert list(run.pool.run_batch(PROMPTS, LONG)) == expected
     busy = {s["actor"]: s["generated_tokens"] for s in run.pool.get_stats()}
@@ -204,7 +204,7 @@ def test_an_update_goes_on_when_a_reader_hangs_inside_its_step(run):
     stats = run.trainer.step(batch, np.ones(len(batch), np.float32))
     assert stats["rollout/policy_version"] == version + 1
     worker.join(120)
-    assert any("rollout-1" in str(loss) for loss in run.pool.losses)
+    assert any("rollout-1" in str(loss) for loss in run.pool.members.losses)
 
 
 def stopped_inside_a_step(pid: int) -> bool:
@@ -269,7 +269,7 @@ def test_no_memory_in_an_actor_ends_the_batch_with_that_cause(folder):
 def test_an_actor_refuses_work_before_it_has_the_wanted_version(run):
     """F7."""
     version = run.trainer.policy_version
-    run.pool.min_version = version + 1
+    run.pool.members.min_version = version + 1
     with pytest.raises(StaleWeights, match=f"version {version + 1} or later.*version {version}"):
         run.pool.run_batch(PROMPTS, SHORT)
     run.trainer.apply_weight_update(None, scale_norm)
@@ -360,7 +360,7 @@ def test_a_new_trainer_does_not_wait_for_a_reader_that_hangs_in_its_step(run):
     os.kill(trainer_pid(run), signal.SIGKILL)
     assert run.restart_trainer(None) == version + 1
     worker.join(120)
-    assert any("rollout-1" in str(loss) for loss in run.pool.losses)
+    assert any("rollout-1" in str(loss) for loss in run.pool.members.losses)
     wait_until_alive(run, ["rollout-0", "rollout-1"])
     step(run, 0)
 

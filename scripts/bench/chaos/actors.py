@@ -31,6 +31,7 @@ from rollout import (
     WeightsError,
     save_pretrained,
 )
+from rollout.membership import Membership
 from rollout.pool import RolloutPool
 from rollout.process_identity import ProcessIdentity
 from rollout.remote import ActorFailure, RemoteActor
@@ -224,7 +225,7 @@ class ColocationChaos:
     def _strike(self, run: Colocation) -> None:
         rng = random.Random(self._oracle.seed + 3)
         while not self._over.wait(rng.uniform(0.5, 4.0)):
-            actors = list(run.pool._actors.values())
+            actors = list(run.pool.members.serving.values())
             victim = run.trainer._actor if rng.random() < 0.3 or not actors else rng.choice(actors)
             if self._restarting and rng.random() < 0.8:
                 continue  # a start takes seconds: some must come through
@@ -234,24 +235,25 @@ class ColocationChaos:
                 continue
             role = "trainer actor" if victim is run.trainer._actor else "rollout actor"
             kind = "kill" if number == signal.SIGKILL else "stop"
-            losses, restarts, pool = len(run.pool.losses), run.pool.restarts, run.pool
+            members = run.pool.members
+            losses, restarts = len(members.losses), members.restarts
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
                 self._tally.faults[f"{role}: any moment: {kind}"] += 1
                 if victim is run.trainer._actor:
                     self._struck.setdefault("trainer", time.monotonic())
                 elif rng.random() < 0.5:
-                    self._await(pool, restarts + 1, f"{role} {kind}")
+                    self._await(members, restarts + 1, f"{role} {kind}")
                 elif number == signal.SIGSTOP and rng.random() < 0.5:
                     time.sleep(rng.uniform(0.1, 1.0))
-                    if len(pool.losses) == losses:
+                    if len(members.losses) == losses:
                         os.kill(pid, signal.SIGCONT)
 
-    def _await(self, pool: RolloutPool, restarts: int, what: str) -> None:
+    def _await(self, members: Membership, restarts: int, what: str) -> None:
         """Time one recovery, without another blow in between."""
         started = time.monotonic()
         while not self._over.wait(0.02):
-            if pool.restarts >= restarts:
+            if members.restarts >= restarts:
                 self._tally.recovered(what, time.monotonic() - started)
                 return
             if time.monotonic() - started > 60:

@@ -1,0 +1,189 @@
+"""Which rollout actors serve, which are lost, and which are starting in their place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+
+from rollout.remote import (
+    ActorDied,
+    ActorFailure,
+    ActorLost,
+    ActorOutOfMemory,
+    ActorTimeout,
+    RemoteActor,
+    result_of,
+)
+
+_POLL_S = 0.25
+_log = logging.getLogger(__name__)
+
+
+class ActorSource(Protocol):
+    """Where a pool gets actors in place of those it loses."""
+
+    def start_actor(self, name: str) -> Any:
+        """The handle of a new `RolloutActor`; its process may still be starting."""
+
+    def admit_actor(self, name: str, actor: Any, about: dict[str, Any]) -> None:
+        """Raise if this new actor, which describes itself so, must not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    actor: RemoteActor
+    description: Any
+    deadline: float
+
+
+class Membership:
+    """The actors of one pool, by name. Guarded by a lock: any thread may ask.
+
+    heartbeat_timeout_s: silence after which an actor counts as hung; it is killed then, since a
+    stopped process may hold the weights' lock. source: starts another actor for one that was lost,
+    at most `max_restarts` times in all, each within `start_timeout_s`; None = nobody is replaced.
+    """
+
+    def __init__(
+        self,
+        actors: Mapping[str, Any],
+        source: ActorSource | None,
+        max_restarts: int,
+        heartbeat_timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._actors = {name: self._watched(name, handle) for name, handle in actors.items()}
+        self._source = source
+        self._restarts_left = max_restarts
+        self._joining: dict[str, _Joining] = {}
+        self._missing: list[str] = []
+        self._lock = threading.RLock()
+        self.min_version = 0
+        """Actors that read older weights refuse to sample, and new ones do not join."""
+        self.losses: list[ActorLost] = []
+        self.restarts = 0
+
+    @property
+    def serving(self) -> dict[str, RemoteActor]:
+        """Those that work, now."""
+        with self._lock:
+            return dict(self._actors)
+
+    def check(self) -> None:
+        """Ask for heartbeats, drop actors that are dead or hung, take in those that have started.
+
+        Never raises for a lost actor while another is left.
+        """
+        with self._lock:
+            for actor in list(self._actors.values()):
+                try:
+                    actor.check("a check of the pool")
+                except ActorLost as error:
+                    self.lose(actor, error)
+            self.welcome()
+
+    def lose(self, actor: RemoteActor, error: ActorLost) -> None:
+        """Drop an actor, end its process, start another in its place if that is allowed. Raises
+        `error` if nobody is left."""
+        with self._lock:
+            if self._actors.get(actor.name) is not actor:
+                return  # another thread saw it first
+            del self._actors[actor.name]
+            self.losses.append(error)
+            self._missing.append(actor.name)
+            actor.kill()
+            self.refill()
+            serving, joining = list(self._actors), list(self._joining)
+            _log.warning("%s; %s serve, %s start again", error, serving, joining)
+            if not self._actors and not self._joining:
+                raise error
+
+    def refill(self) -> None:
+        """Start the actors that are missing, as far as restarts are left. Does not wait."""
+        with self._lock:
+            while self._missing and self._source is not None and self._restarts_left > 0:
+                name = self._missing.pop()
+                self._restarts_left -= 1
+                actor = self._watched(name, self._source.start_actor(name))
+                description = actor.handle.describe.remote()
+                deadline = time.monotonic() + self._start_timeout_s
+                self._joining[name] = _Joining(actor, description, deadline)
+
+    def welcome(self) -> None:
+        """Take in the actors that have started and may serve; those that cannot are missing."""
+        with self._lock:
+            for name, joining in list(self._joining.items()):
+                ready, _ = ray.wait([joining.description], timeout=0)
+                if not ready and time.monotonic() < joining.deadline:
+                    continue
+                del self._joining[name]
+                try:
+                    if not ready:
+                        raise ActorTimeout(f"it did not start in {self._start_timeout_s:.0f} s")
+                    self._admit(joining.actor, result_of(joining.description, name, "start again"))
+                    self.restarts += 1
+                except Exception as error:
+                    joining.actor.kill()
+                    self._missing.append(name)
+                    _log.warning("%s could not be started again: %s", name, error)
+
+    def _admit(self, actor: RemoteActor, about: dict[str, Any]) -> None:
+        if self._source is not None:
+            self._source.admit_actor(actor.name, actor.handle, about)
+        if about["policy_version"] < self.min_version:
+            raise ActorFailure(
+                f"{actor.name} reads policy version {about['policy_version']}, "
+                f"{self.min_version} is wanted"
+            )
+        self._actors[actor.name] = actor
+
+    def wait_for_one(self, deadline: float) -> None:
+        """Until an actor serves; `ActorDied` when none will."""
+        while not self._actors:
+            with self._lock:
+                if not self._joining:
+                    self.refill()
+                pending = [joining.description for joining in self._joining.values()]
+            if not pending:
+                why = f"; the last one: {self.losses[-1]}" if self.losses else ""
+                raise ActorDied(f"no rollout actor is left{why}")
+            if time.monotonic() > deadline:
+                raise ActorTimeout("no rollout actor has started again in time")
+            ray.wait(pending, timeout=_POLL_S)
+            self.welcome()
+
+    def ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
+        """The answers of all actors by name; one that is lost meanwhile is left out."""
+        actors = self.serving.values()
+        calls = [(actor, getattr(actor.handle, method).remote(*arguments)) for actor in actors]
+        answers = {}
+        for actor, reference in calls:
+            try:
+                answers[actor.name] = actor.call(method, reference, timeout_s)
+            except ActorOutOfMemory:
+                raise
+            except ActorLost as error:
+                self.lose(actor, error)
+        return answers
+
+    def close(self) -> None:
+        """End the actors' processes."""
+        with self._lock:
+            for actor in [*self._actors.values(), *(j.actor for j in self._joining.values())]:
+                with suppress(Exception):
+                    ray.kill(actor.handle)
+            self._actors.clear()
+            self._joining.clear()
+            self._missing.clear()
+
+    def _watched(self, name: str, handle: Any) -> RemoteActor:
+        return RemoteActor(name, handle, self._heartbeat_timeout_s)

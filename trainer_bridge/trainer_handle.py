@@ -1,0 +1,105 @@
+"""The trainer actor as its driver sees it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.model import Decoder
+from rollout.remote import ActorFailure, ActorLost, ActorOutOfMemory, RemoteActor, wait_for
+from rollout.rollout_batch import RolloutBatch
+from trainer_bridge.algorithm import Algorithm
+from trainer_bridge.receipt import WeightsEcho
+
+
+class TrainerLost(ActorFailure):
+    """The trainer is dead or hung. The weights may be torn; `Colocation.restart_trainer` goes on
+    from a checkpoint."""
+
+
+class TrainerHandle:
+    """The trainer actor as an object. Calls wait, with a deadline that names the phase, and raise
+    `TrainerLost` when it died or hangs.
+
+    meanwhile: called about once a second while a call waits.
+    """
+
+    def __init__(self, actor: RemoteActor, timeout_s: float, meanwhile: Callable[[], None]) -> None:
+        self._actor = actor
+        self._timeout_s = timeout_s
+        self._meanwhile = meanwhile
+        self._holds = itertools.count()
+
+    def step(
+        self,
+        batch: RolloutBatch,
+        advantages: NDArray[np.float32] | None,
+        algorithm: Algorithm | str = "grpo",
+        *,
+        wait_for_rollouts: Callable[[], object] | None = None,
+    ) -> dict[str, float]:
+        """Forward, backward, `apply_weight_update`; metrics. See `Learner.step`.
+
+        wait_for_rollouts: called while forward and backward run; the weights change only after it
+        has returned, so what is sampled until then is of one version. It must not raise.
+        """
+        if wait_for_rollouts is None:
+            return self._call("step", batch, advantages, algorithm)  # type: ignore[no-any-return]
+        handle, hold = self._actor.handle, next(self._holds)
+        reference = handle.step.remote(batch, advantages, algorithm, hold)
+        try:
+            wait_for_rollouts()
+        finally:
+            handle.allow_update.remote(hold)
+        return self._result("step", reference)  # type: ignore[no-any-return]
+
+    def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
+        """Run `update(model)` in the trainer, in place, and publish. See `TrainerActor`."""
+        return self._call("apply_weight_update", version, update)
+
+    def save_checkpoint(self, folder: str) -> int:
+        """Write weights, tokenizer and the trainer's state; returns the version written."""
+        return self._call("save_checkpoint", str(folder))  # type: ignore[no-any-return]
+
+    def weights_echo(self, *, checksum: bool = False) -> WeightsEcho:
+        """What the trainer itself reads; see `SharedGate.echo`."""
+        return self._call("weights_echo", checksum)  # type: ignore[no-any-return]
+
+    def get_stats(self) -> dict[str, Any]:
+        return self._call("get_stats")  # type: ignore[no-any-return]
+
+    def memory_uss(self) -> int:
+        return self._call("memory_uss")  # type: ignore[no-any-return]
+
+    @property
+    def policy_version(self) -> int:
+        return int(self.get_stats()["policy_version"])
+
+    def replace(self, actor: RemoteActor) -> None:
+        """From now on address another process."""
+        self._actor = actor
+
+    def kill(self) -> None:
+        """End the process. Idempotent."""
+        self._actor.kill()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._result(method, getattr(self._actor.handle, method).remote(*arguments))
+
+    def _result(self, method: str, reference: Any) -> Any:
+        actor = self._actor
+
+        def check(phase: str) -> None:
+            actor.check(phase)
+            self._meanwhile()
+
+        try:
+            return wait_for(reference, actor.name, method, self._timeout_s, check)
+        except ActorOutOfMemory:
+            raise
+        except ActorLost as error:
+            raise TrainerLost(str(error)) from error
