@@ -375,15 +375,11 @@ def _checkpoint(colocation: Colocation, record: RunRecord, checkpoints: Checkpoi
                 f"the weights are policy version {version}, but after step {record.steps_done} "
                 f"they were {record.policy_version}: somebody else updated them"
             )
-        return version
-
-    def save_all(folder: Path) -> int:
-        version = save(folder)
         if record.ahead is not None:
             record.ahead.save(folder)
         return version
 
-    record.checkpoint = checkpoints.write(record.steps_done, record.state(), save_all)
+    record.checkpoint = checkpoints.write(record.steps_done, record.state(), save)
 
 
 def _records_of(start: Checkpoint | None) -> int:

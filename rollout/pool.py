@@ -76,7 +76,8 @@ class RolloutPool:
         self._uid_lock = threading.Lock()
         self._run_ids = itertools.count()
         self.next_uid = 0
-        """Numbers the prompts of a run, for seeds derived from `run_seed`; part of a checkpoint."""
+        """Numbers the prompts of a run, for seeds derived from `run_seed`. A loop of one's own that
+        goes on with a run sets it to what it was."""
 
     @property
     def alive(self) -> list[str]:

@@ -10,6 +10,16 @@ from pathlib import Path
 import psutil
 
 
+def boot_id() -> str:
+    """Names this host, and one run of its kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def pid_namespace() -> int:
+    """Process numbers mean the same only within one."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
     """A process, told from a later one with the same number. Pickleable.
@@ -25,10 +35,7 @@ class ProcessIdentity:
     @staticmethod
     def of_this() -> ProcessIdentity:
         return ProcessIdentity(
-            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
-            os.stat("/proc/self/ns/pid").st_ino,
-            os.getpid(),
-            psutil.Process().create_time(),
+            boot_id(), pid_namespace(), os.getpid(), psutil.Process().create_time()
         )
 
     def kill(self, grace_s: float = 2.0) -> None:
@@ -37,8 +44,7 @@ class ProcessIdentity:
 
         Does nothing where it cannot: on another host, and for a process that has ended.
         """
-        here = ProcessIdentity.of_this()
-        if (self.host, self.pid_namespace) != (here.host, here.pid_namespace):
+        if (self.host, self.pid_namespace) != (boot_id(), pid_namespace()):
             return
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)

@@ -174,7 +174,7 @@ def result_of(reference: Any, actor: str, phase: str) -> Any:
         cause = error.as_instanceof_cause()
         if is_out_of_memory(cause):
             raise ActorOutOfMemory(
-                f"{actor} ran out of memory during {phase!r}: {_last_line(cause)}"
+                f"{actor} ran out of memory during {phase!r}: {_lines(cause)[-1]}"
             ) from None
         raise cause from None
     except (RayActorError, OutOfMemoryError) as error:
@@ -213,12 +213,11 @@ def memory_kills() -> int:
 def _cause(error: Exception) -> str:
     """One line of Ray's report: its last, the exception itself, if the constructor raised; else
     its first, which says how the process ended."""
-    lines = [line.strip() for line in _ANSI.sub("", str(error)).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
+    lines = _lines(error)
     return lines[-1] if "creation task" in lines[0] else lines[0]
 
 
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in _ANSI.sub("", str(error)).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+def _lines(error: BaseException) -> list[str]:
+    """What the error says, without colours and empty lines; never nothing."""
+    lines = [line.strip() for line in _ANSI.sub("", str(error)).splitlines()]
+    return [line for line in lines if line] or [type(error).__name__]

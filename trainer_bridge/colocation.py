@@ -28,16 +28,13 @@ from rollout.policy import WeightsError
 from rollout.pool import RolloutPool
 from rollout.remote import ActorFailure, ActorLost, RemoteActor, wait_for
 from rollout.tokenizer import Tokenizer
-from trainer_bridge.arena import ArenaHandle, WeightArena
+from trainer_bridge.arena import WeightArena
 from trainer_bridge.memory import MemoryHandle
-from trainer_bridge.publication import SharedGate
+from trainer_bridge.publication import Attachment, SharedGate
 from trainer_bridge.receipt import WeightsEcho
 from trainer_bridge.trainer_actor import TrainerActor, WeightsHandle
 from trainer_bridge.trainer_config import TrainerConfig
 from trainer_bridge.trainer_handle import TrainerHandle
-
-Attachment = tuple[ArenaHandle, MemoryHandle]
-"""Handles of the weights and of their gate, both through one process."""
 
 
 class WeightsDiffer(WeightsError):
@@ -124,7 +121,7 @@ class Colocation:
         self.exactness = {"trainer": self._weights.exactness}
         self._start_pool()
 
-    def _start_trainer(self, checkpoint: str | Path | None, attachment: Any) -> None:
+    def _start_trainer(self, checkpoint: str | Path | None, attachment: Attachment | None) -> None:
         """A trainer process, on weights of its own or on those that `attachment` leads to."""
         threads = self._trainer_config.num_threads or os.cpu_count() or 1
         folder = None if checkpoint is None else str(Path(checkpoint).absolute())

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.policy import WeightsError
+from rollout.process_identity import boot_id, pid_namespace
 
 HEADER_BYTES = 4096
 _MAGIC = b"LOCKSTP1"
@@ -102,11 +103,11 @@ class MemoryRegion:
         Every field of the handle is checked: a pid or a descriptor number that was used again for
         something else is refused, not mapped.
         """
-        if handle.host != _boot_id():
+        if handle.host != boot_id():
             raise WeightsError(
                 "the shared memory lies on another host; a node needs an arena of its own"
             )
-        if handle.path is None and handle.pid_namespace != _pid_namespace():
+        if handle.path is None and handle.pid_namespace != pid_namespace():
             raise WeightsError(
                 "the shared memory belongs to another PID namespace (container), where /proc does "
                 "not reach; create the arena with backing=<a folder both sides mount>"
@@ -147,8 +148,8 @@ class MemoryRegion:
             )
         stat = os.fstat(self._fd)
         return MemoryHandle(
-            host=_boot_id(),
-            pid_namespace=_pid_namespace(),
+            host=boot_id(),
+            pid_namespace=pid_namespace(),
             pid=os.getpid(),
             fd=self._fd,
             path=self._path,
@@ -208,11 +209,3 @@ def _checked_mapping(
         mapping.close()
         raise WeightsError(f"the shared memory at {where} was made for another layout")
     return mapping
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino

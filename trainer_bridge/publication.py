@@ -43,6 +43,7 @@ from trainer_bridge.step_reader import StepReader
 from trainer_bridge.writer_lock import QuiesceTimeout, WriterLock
 
 __all__ = [
+    "Attachment",
     "ControlPage",
     "GateSettings",
     "PublicationReceipt",
@@ -52,6 +53,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Attachment = tuple[ArenaHandle, MemoryHandle]
+"""Handles of the weights and of their gate, both through one process."""
 _log = logging.getLogger(__name__)
 
 
@@ -123,8 +126,8 @@ class SharedGate:
         """Pickleable, through this process's descriptor: any live process can give one."""
         return self.page.region.handle()
 
-    def attachment(self) -> tuple[ArenaHandle, MemoryHandle]:
-        """Handles of the weights and of this gate, both through this process."""
+    def attachment(self) -> Attachment:
+        """Through this process, whoever created the memory."""
         return self.arena.handle(), self.handle()
 
     def echo(self, checksum: bool = False) -> WeightsEcho:

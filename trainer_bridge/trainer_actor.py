@@ -27,7 +27,7 @@ from trainer_bridge.arena import ArenaHandle, ArenaLayout, WeightArena
 from trainer_bridge.gate_settings import GateSettings
 from trainer_bridge.learner import Learner
 from trainer_bridge.memory import MemoryHandle
-from trainer_bridge.publication import SharedGate
+from trainer_bridge.publication import Attachment, SharedGate
 from trainer_bridge.receipt import WeightsEcho
 from trainer_bridge.trainer_config import TrainerConfig
 from trainer_bridge.trainer_state import read_trainer_state, write_trainer_state
@@ -70,7 +70,7 @@ class TrainerActor:
         config: TrainerConfig,
         engine: EngineConfig | None = None,
         checkpoint: str | None = None,
-        attachment: tuple[ArenaHandle, MemoryHandle] | None = None,
+        attachment: Attachment | None = None,
     ) -> None:
         threads = config.num_threads or os.cpu_count() or 1
         self._trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (threads,))
@@ -86,7 +86,7 @@ class TrainerActor:
         config: TrainerConfig,
         engine: EngineConfig,
         checkpoint: str | None,
-        attachment: tuple[ArenaHandle, MemoryHandle] | None,
+        attachment: Attachment | None,
     ) -> None:
         folder = Path(self._folder)
         self._model = Decoder(

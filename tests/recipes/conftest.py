@@ -41,3 +41,29 @@ def run_grpo(policy, tmp_path, monkeypatch):
         return grpo.main([*arguments, *options]), folder
 
     return run
+
+
+class Interrupted(Exception):
+    """Stands for the end of the process: raised once, at a chosen call."""
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """`interrupt(owner, method, call, error)`: that call of the method raises, before or after it
+    did its work; all others are as ever."""
+
+    def set_up(owner, method, call, error=Interrupted, after=False):
+        original, calls = getattr(owner, method), []
+
+        def wrapper(self, *arguments, **keywords):
+            calls.append(method)
+            if len(calls) != call:
+                return original(self, *arguments, **keywords)
+            if after:
+                original(self, *arguments, **keywords)
+            raise error(f"call {call} of {method}")
+
+        monkeypatch.setattr(owner, method, wrapper)
+        return calls
+
+    return set_up

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tiny_run
-from test_resume import OPTIONS, Interrupted, outcome, records
+from test_resume import OPTIONS, outcome, records
 
 from recipes.sampled_step import SampledStep
 from recipes.step_metrics import StepClock
@@ -72,37 +72,21 @@ def undisturbed(run_grpo):
     ],
 )
 def test_interrupted_and_gone_on_with(
-    run_grpo, undisturbed, monkeypatch, owner, method, call, after
+    run_grpo, undisturbed, interrupt, owner, method, call, after
 ):
     """R8: what was sampled under weights that are gone comes back from the checkpoint."""
-    original, calls = getattr(owner, method), []
-
-    def wrapper(self, *arguments):
-        calls.append(method)
-        if len(calls) != call:
-            return original(self, *arguments)
-        if after:
-            original(self, *arguments)
-        raise Interrupted(f"call {call} of {method}")
-
-    monkeypatch.setattr(owner, method, wrapper)
+    interrupt(owner, method, call, after=after)
     assert run_grpo(*OVERLAP)[0] == 1
     code, folder = run_grpo(*OVERLAP)
     assert code == 0
     assert outcome(folder) == undisturbed
 
 
-def test_going_on_without_the_stored_rollouts_shows(run_grpo, undisturbed, monkeypatch):
+def test_going_on_without_the_stored_rollouts_shows(
+    run_grpo, undisturbed, interrupt, monkeypatch
+):
     """The control of the above."""
-    step, calls = tiny_run.TrainerActor.step, []
-
-    def interrupted(self, *arguments):
-        calls.append(1)
-        if len(calls) == 6:
-            raise Interrupted
-        return step(self, *arguments)
-
-    monkeypatch.setattr(tiny_run.TrainerActor, "step", interrupted)
+    interrupt(tiny_run.TrainerActor, "step", 6)
     assert run_grpo(*OVERLAP)[0] == 1
     monkeypatch.setattr(SampledStep, "load", lambda folder: None)
     code, folder = run_grpo(*OVERLAP)

@@ -82,32 +82,6 @@ def uninterrupted(undisturbed):
     return undisturbed[0]
 
 
-class Interrupted(Exception):
-    """Stands for the end of the process: raised once, at a chosen call."""
-
-
-@pytest.fixture
-def interrupt(monkeypatch):
-    """`interrupt(owner, method, call, error)`: that call of the method raises, before or after it
-    did its work; all others are as ever."""
-
-    def set_up(owner, method, call, error=Interrupted, after=False):
-        original, calls = getattr(owner, method), []
-
-        def wrapper(self, *arguments, **keywords):
-            calls.append(method)
-            if len(calls) != call:
-                return original(self, *arguments, **keywords)
-            if after:
-                original(self, *arguments, **keywords)
-            raise error(f"call {call} of {method}")
-
-        monkeypatch.setattr(owner, method, wrapper)
-        return calls
-
-    return set_up
-
-
 POINTS = [
     *[(tiny_run.LocalPool, "run_batch", call) for call in (1, 2, 3, 4, 7)],
     *[(tiny_run.TrainerActor, "step", call) for call in (1, 2, 3, 5, 6)],

@@ -19,38 +19,15 @@ from rollout import (
     EngineConfig,
     Exactness,
     ExactnessRefused,
-    RolloutEngine,
     SamplingParams,
     load_pretrained,
-    save_pretrained,
 )
 from rollout.policy import PoisonedWeights, ReadOnlyWeights
-from tests.folders import word_tokenizer
-from tests.models import tiny_model
+from tests.trainer_bridge.colocated import PARAMS, PROMPTS, in_process, scale_norm, start
 from trainer_bridge import Colocation, TrainerConfig, score
 from trainer_bridge.colocation import attach_engine, check_same_bits
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-PROMPTS = [[5, 6, 7], [9] * 40, [30, 2], [8], [11, 12, 13, 14], [70] * 17]
-PARAMS = SamplingParams(n=4, max_tokens=24, seed=5)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("policy") / "model"
-    save_pretrained(tiny_model(), path, word_tokenizer())
-    return path
-
-
-def start(folder: Path, actors: int = 2, undo: bool | None = None) -> Colocation:
-    return Colocation(
-        folder,
-        rollout_actors=actors,
-        trainer=TrainerConfig(learning_rate=1e-3, num_threads=1, undo=undo),
-        engine=EngineConfig(max_batch_size=8, num_threads=1),
-    )
-
 
 @pytest.fixture(scope="module")
 def run(folder, ray_session):
@@ -58,19 +35,8 @@ def run(folder, ray_session):
         yield colocation
 
 
-def in_process(folder: Path, policy_version: int = 0) -> list:
-    model, tokenizer = load_pretrained(folder)
-    engine = RolloutEngine(model, tokenizer, policy_version=policy_version)
-    return engine.run_batch(PROMPTS, PARAMS, return_details=True)
-
-
 def advantages(batch) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(len(batch)).astype(np.float32)
-
-
-def scale_norm(model, factor: float = 1.5) -> str:
-    model.model.norm.weight.mul_(factor)
-    return "scaled"
 
 
 def scale_values(model) -> None:

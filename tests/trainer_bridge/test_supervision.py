@@ -17,44 +17,24 @@ import pytest
 import ray
 
 from rollout import (
-    EngineConfig,
     ExactnessRefused,
-    RolloutEngine,
     SamplingParams,
     TornWeights,
-    load_pretrained,
-    save_pretrained,
 )
 from rollout.actor import RolloutActor, StaleWeights
 from rollout.remote import ActorDied, ActorOutOfMemory
-from tests.folders import word_tokenizer
-from tests.models import tiny_model
-from trainer_bridge import Colocation, TrainerConfig, TrainerLost, WeightsDiffer
+from tests.trainer_bridge import colocated
+from tests.trainer_bridge.colocated import PARAMS as SHORT
+from tests.trainer_bridge.colocated import PROMPTS, in_process, scale_norm
+from trainer_bridge import Colocation, TrainerLost, WeightsDiffer
 from trainer_bridge.colocation import attach_engine, check_same_bits
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-PROMPTS = [[5, 6, 7], [9] * 40, [30, 2], [8], [11, 12, 13, 14], [70] * 17]
-SHORT = SamplingParams(n=4, max_tokens=24, seed=5)
 LONG = SamplingParams(n=8, max_tokens=150, seed=1, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("policy") / "model"
-    save_pretrained(tiny_model(), path, word_tokenizer())
-    return path
-
-
-def start(folder: Path, actors: int = 2, **settings) -> Colocation:
-    settings = {"heartbeat_timeout_s": 3.0, **settings}
-    return Colocation(
-        folder,
-        rollout_actors=actors,
-        trainer=TrainerConfig(learning_rate=1e-3, num_threads=1),
-        engine=EngineConfig(max_batch_size=8, num_threads=1),
-        **settings,
-    )
+start = partial(colocated.start, heartbeat_timeout_s=3.0)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +52,6 @@ def run(shared):
     wait_until_alive(shared, ["rollout-0", "rollout-1"])
     shared.pool.members.losses.clear()
     return shared
-
-
-def in_process(folder: Path, params=SHORT, policy_version: int = 0) -> list:
-    model, tokenizer = load_pretrained(folder)
-    engine = RolloutEngine(model, tokenizer, policy_version=policy_version)
-    return engine.run_batch(PROMPTS, params, return_details=True)
 
 
 def pid_of(handle) -> int:
@@ -275,10 +249,6 @@ def test_an_actor_refuses_work_before_it_has_the_wanted_version(run):
     run.trainer.apply_weight_update(None, scale_norm)
     batch = run.pool.run_batch(PROMPTS, SHORT)
     assert {span.version for r in batch for span in r.version_spans} == {version + 1}
-
-
-def scale_norm(model) -> None:
-    model.model.norm.weight.mul_(1.5)
 
 
 def die_half_way(model) -> None:

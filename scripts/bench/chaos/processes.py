@@ -35,7 +35,6 @@ from scripts.bench.chaos.faults import (
 )
 from scripts.bench.chaos.oracle import Oracle, model_config, write_weights
 from scripts.bench.chaos.workers import (
-    Attachment,
     WorkerSettings,
     context,
     make_prompts,
@@ -43,7 +42,7 @@ from scripts.bench.chaos.workers import (
     serve_trainer,
 )
 from trainer_bridge.arena import ArenaLayout, WeightArena
-from trainer_bridge.publication import SharedGate
+from trainer_bridge.publication import Attachment, SharedGate
 
 SILENCE_S = 1.5
 EXPECTED = {

@@ -29,15 +29,11 @@ from scripts.bench.chaos.faults import (
     switch_protocol_off,
 )
 from scripts.bench.chaos.oracle import model_config, write_weights
-from trainer_bridge.arena import ArenaHandle, WeightArena
-from trainer_bridge.memory import MemoryHandle
-from trainer_bridge.publication import GateSettings, SharedGate
+from trainer_bridge.arena import WeightArena
+from trainer_bridge.publication import Attachment, GateSettings, SharedGate
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "scripts.bench.chaos.workers"])
-
-Attachment = tuple[ArenaHandle, MemoryHandle]
-
 
 @dataclass(frozen=True)
 class WorkerSettings:
