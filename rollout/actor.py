@@ -46,16 +46,19 @@ class RolloutActor:
         self._runs: dict[int, OpenBatch] = {}
 
     def run(
-        self, run_id: int, prompts: PackedPrompts, min_version: int = 0
+        self, run_id: int, prompts: PackedPrompts, min_version: int = 0, wait_s: float = 0.0
     ) -> Iterator[FinishedPrompts | WeightsError]:
         """Sample every prompt; whole prompts are handed out while others are still computed.
 
         A Ray streaming generator: what was handed out survives this process. run_id: for
         `abort_run`. If the weights cannot be read, the last thing handed out is why (so that Ray
-        does not log it where nobody waits any more): `StaleWeights` if the live version is below
-        `min_version`, `TornWeights`, `PoisonedWeights`, `UpdateBusy`.
+        does not log it where nobody waits any more): `StaleWeights` if the live version is still
+        below `min_version` after `wait_s`, `TornWeights`, `PoisonedWeights`, `UpdateBusy`.
         """
         try:
+            deadline = time.monotonic() + wait_s
+            while self._engine.policy_version < min_version and time.monotonic() < deadline:
+                time.sleep(0.001)
             if self._engine.policy_version < min_version:
                 raise StaleWeights(
                     f"asked for rollouts of policy version {min_version} or later, but the "

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import ray
 
+from rollout.policy import WeightsError
 from rollout.remote import (
     ActorDied,
     ActorFailure,
@@ -30,10 +31,18 @@ class ActorSource(Protocol):
     """Where a pool gets actors in place of those it loses."""
 
     def start_actor(self, name: str) -> Any:
-        """The handle of a new `RolloutActor`; its process may still be starting."""
+        """The handle of a new `RolloutActor`; its process may still be starting. None while there
+        is no room for it."""
 
     def admit_actor(self, name: str, actor: Any, about: dict[str, Any]) -> None:
         """Raise if this new actor, which describes itself so, must not serve."""
+
+    def check(self) -> None:
+        """Called now and then: replace what actors depend on and a pool does not know."""
+
+    def unreadable(self, name: str, error: WeightsError) -> Exception:
+        """What to raise for weights that an actor cannot read: `ActorLost` if another actor in its
+        place could, `error` if not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,10 @@ class Membership:
         self._missing: list[str] = []
         self._lock = threading.RLock()
         self.min_version = 0
-        """Actors that read older weights refuse to sample, and new ones do not join."""
+        """Actors that read older weights sample nothing until they read these, and new ones do not
+        join."""
+        self.stale_timeout_s = start_timeout_s
+        """How long an actor waits for them before it refuses."""
         self.losses: list[ActorLost] = []
         self.restarts = 0
 
@@ -84,6 +96,8 @@ class Membership:
         Never raises for a lost actor while another is left.
         """
         with self._lock:
+            if self._source is not None:
+                self._source.check()
             for actor in list(self._actors.values()):
                 try:
                     actor.check("a check of the pool")
@@ -110,26 +124,49 @@ class Membership:
     def refill(self) -> None:
         """Start the actors that are missing, as far as restarts are left. Does not wait."""
         with self._lock:
-            while self._missing and self._source is not None and self._restarts_left > 0:
-                name = self._missing.pop()
+            for _ in range(len(self._missing)):
+                if not self._missing or self._source is None or self._restarts_left < 1:
+                    return
+                name = self._missing.pop(0)
+                handle = self._source.start_actor(name)
+                if handle is None:
+                    self._missing.append(name)
+                    continue
                 self._restarts_left -= 1
-                actor = self._watched(name, self._source.start_actor(name))
+                actor = self._watched(name, handle)
                 description = actor.handle.describe.remote()
                 deadline = time.monotonic() + self._start_timeout_s
                 self._joining[name] = _Joining(actor, description, deadline)
+
+    def look_after(self) -> None:
+        """What a wait for actors does meanwhile: take in those that have started, check what they
+        depend on."""
+        if self._source is not None:
+            self._source.check()
+        self.welcome()
+
+    def unreadable(self, name: str, error: WeightsError) -> Exception:
+        """`ActorSource.unreadable`; without a source, `error`."""
+        return error if self._source is None else self._source.unreadable(name, error)
 
     def welcome(self) -> None:
         """Take in the actors that have started and may serve; those that cannot are missing."""
         with self._lock:
             for name, joining in list(self._joining.items()):
                 ready, _ = ray.wait([joining.description], timeout=0)
-                if not ready and time.monotonic() < joining.deadline:
+                in_time = time.monotonic() < joining.deadline
+                if not ready and in_time:
                     continue
                 del self._joining[name]
                 try:
                     if not ready:
                         raise ActorTimeout(f"it did not start in {self._start_timeout_s:.0f} s")
-                    self._admit(joining.actor, result_of(joining.description, name, "start again"))
+                    about = result_of(joining.description, name, "start again")
+                    if about["policy_version"] < self.min_version and in_time:
+                        again = joining.actor.handle.describe.remote()
+                        self._joining[name] = replace(joining, description=again)
+                        continue
+                    self._admit(joining.actor, about)
                     self.restarts += 1
                 except Exception as error:
                     joining.actor.kill()

@@ -115,7 +115,7 @@ class RolloutPool:
                 shares += self._dispatch(unsent, deadline)
                 ray.wait([share.parts for share in shares], timeout=_POLL_S)
                 unsent = self._gather(shares, results)
-                self.members.welcome()
+                self.members.look_after()
                 if shares and time.monotonic() > deadline:
                     raise ActorTimeout(self._overdue(shares))
         except BaseException:
@@ -153,7 +153,10 @@ class RolloutPool:
         for name, share in _share(tasks, list(actors)).items():
             run_id = next(self._run_ids)
             parts = actors[name].handle.run.remote(
-                run_id, PackedPrompts.pack(share), self.members.min_version
+                run_id,
+                PackedPrompts.pack(share),
+                self.members.min_version,
+                self.members.stale_timeout_s,
             )
             shares.append(_Share(actors[name], run_id, parts, {t.prompt_index: t for t in share}))
         return shares
@@ -176,7 +179,7 @@ class RolloutPool:
                 raise share.actor.death("run_batch", error) from None
             part = result_of(reference, share.actor.name, "run_batch")
             if isinstance(part, WeightsError):
-                raise part
+                raise self.members.unreadable(share.actor.name, part)
             assert isinstance(part, FinishedPrompts)
             for index, rollouts in part.unpack().items():
                 del share.open[index]

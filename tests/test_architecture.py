@@ -22,7 +22,7 @@ ALLOWED = {
 ONLY_IN = {
     "ray": {
         "rollout/pool.py", "rollout/membership.py", "rollout/remote.py",
-        "trainer_bridge/colocation.py",
+        "trainer_bridge/colocation.py", "trainer_bridge/mirrors.py", "trainer_bridge/placement.py",
     },
     "accelerate": {"trainer_bridge/learner.py"},
 }

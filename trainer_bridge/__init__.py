@@ -1,7 +1,9 @@
 """Lockstep's trainer side: shared weights, their publication, and the step that changes them."""
 
+from trainer_bridge.agreement import WeightsDiffer
 from trainer_bridge.algorithm import Algorithm, resolve_algorithm
-from trainer_bridge.colocation import Colocation, WeightsDiffer
+from trainer_bridge.colocation import Colocation
+from trainer_bridge.placement import Placement
 from trainer_bridge.proof import Proof, prove
 from trainer_bridge.receipt import PublicationReceipt, WeightsEcho
 from trainer_bridge.scoring import score
@@ -11,6 +13,7 @@ from trainer_bridge.trainer_handle import TrainerLost
 __all__ = [
     "Algorithm",
     "Colocation",
+    "Placement",
     "Proof",
     "PublicationReceipt",
     "TrainerConfig",

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from rollout.policy import ParameterLeftArena, ReadOnlyWeights
@@ -174,6 +176,24 @@ class WeightArena:
             self._flat.copy_(kept)
 
         return put_back
+
+    def pieces(self, piece_bytes: int) -> Iterator[NDArray[np.uint8]]:
+        """All bytes in order, as views of at most `piece_bytes`. Hold the gate while reading."""
+        flat = self._flat.numpy()
+        for start in range(0, len(flat), piece_bytes):
+            yield flat[start : start + piece_bytes]
+
+    def fill(self, pieces: Sequence[NDArray[np.uint8]]) -> None:
+        """Overwrites all bytes with those of `pieces`, in order. Inside the gate, or before it
+        opens. ValueError, and nothing written, unless there are exactly as many."""
+        self._require_writable()
+        flat = self._flat.numpy()
+        if (found := sum(len(piece) for piece in pieces)) != len(flat):
+            raise ValueError(f"pieces hold {found} bytes, the arena has {len(flat)}")
+        start = 0
+        for piece in pieces:
+            flat[start : start + len(piece)] = piece
+            start += len(piece)
 
     def checksum(self) -> str:
         """blake2b of all bytes, as hex: equal on every process that attached. Hold the gate."""

@@ -1,4 +1,4 @@
-"""Colocation: one trainer and its rollout actors on one machine, on one copy of the weights.
+"""Colocation: one trainer and its rollout actors, on one copy of the weights for each machine.
 
     with Colocation("path/to/hf/folder", rollout_actors=2) as run:
         batch = run.pool.run_batch(prompts, params)
@@ -8,37 +8,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.actor import RolloutActor
-from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.exactness import Exactness, ExactnessRefused, alike
-from rollout.model import Decoder, DecoderConfig
+from rollout.exactness import Exactness
+from rollout.model import DecoderConfig
 from rollout.policy import WeightsError
 from rollout.pool import RolloutPool
-from rollout.remote import ActorFailure, ActorLost, RemoteActor, wait_for
+from rollout.remote import ActorDied, ActorFailure, ActorLost, RemoteActor, wait_for
 from rollout.tokenizer import Tokenizer
-from trainer_bridge.arena import WeightArena
-from trainer_bridge.memory import MemoryHandle
-from trainer_bridge.publication import Attachment, SharedGate
+from trainer_bridge.agreement import WeightsDiffer, check_same_bits, check_same_weights, described
+from trainer_bridge.attach import attach_engine
+from trainer_bridge.mirror_actor import PIECE_BYTES, MirrorActor
+from trainer_bridge.mirrors import Mirrors
+from trainer_bridge.placement import HOME, Placement, Reservation
+from trainer_bridge.publication import Attachment
 from trainer_bridge.receipt import WeightsEcho
 from trainer_bridge.trainer_actor import TrainerActor, WeightsHandle
 from trainer_bridge.trainer_config import TrainerConfig
 from trainer_bridge.trainer_handle import TrainerHandle
-
-
-class WeightsDiffer(WeightsError):
-    """Processes of one run do not read the same weights."""
 
 
 class Colocation:
@@ -48,6 +44,10 @@ class Colocation:
     derived. start_timeout_s: for all actors together. call_timeout_s: for one training step or
     one batch of rollouts. Uses the Ray that runs (`RAY_ADDRESS`, `ray job submit`, an earlier
     `ray.init`), else starts one and ends it with the run.
+
+    placement: how many nodes, and their GPUs; without it the driver's node alone. On further nodes
+    the weights lie once more, in a mirror that follows every publication; an actor there samples
+    nothing before it has.
 
     checkpoint: a folder that `TrainerHandle.save_checkpoint` wrote, to go on from.
     heartbeat_timeout_s: silence after which an actor counts as hung and is killed. max_restarts:
@@ -64,6 +64,7 @@ class Colocation:
         trainer: TrainerConfig | None = None,
         engine: EngineConfig | None = None,
         *,
+        placement: Placement | None = None,
         run_seed: int = 0,
         checkpoint: str | Path | None = None,
         start_timeout_s: float = 180.0,
@@ -71,10 +72,14 @@ class Colocation:
         heartbeat_timeout_s: float = 30.0,
         max_restarts: int = 10,
     ) -> None:
-        if rollout_actors < 1:
-            raise ValueError(f"rollout_actors must be at least 1, got {rollout_actors}")
         self._folder = Path(model_folder).absolute()
         self._rollout_actors = rollout_actors
+        self._placement = placement or Placement()
+        if rollout_actors < self._placement.nodes:
+            raise ValueError(
+                f"rollout_actors must be at least {self._placement.nodes}, one for each node, "
+                f"got {rollout_actors}"
+            )
         self._trainer_config = trainer or TrainerConfig()
         self._engine_config = engine or EngineConfig()
         self._run_seed = run_seed
@@ -86,6 +91,11 @@ class Colocation:
         self._weights: WeightsHandle
         self._attachments: dict[str, Attachment] = {}  # by rollout actor: ways to the weights
         self._owns_ray = False
+        self._room: Reservation
+        self._mirrors = Mirrors(
+            range(1, self._placement.nodes), self._start_mirror, self._snapshot,
+            self._mirror_lost, self._check_pool, heartbeat_timeout_s, call_timeout_s,
+        )  # fmt: skip
         # Wrong folders fail here, before anything is started.
         DecoderConfig.from_folder(self._folder)
         self.tokenizer = Tokenizer.from_folder(self._folder)
@@ -114,6 +124,7 @@ class Colocation:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             self._owns_ray = True
             ray.init(include_dashboard=False, logging_level="ERROR")
+        self._room = Reservation(self._placement, self._rollout_actors, self._start_timeout_s)
         self._start_everything(self._checkpoint)
 
     def _start_everything(self, checkpoint: str | Path | None) -> None:
@@ -125,14 +136,16 @@ class Colocation:
         """A trainer process, on weights of its own or on those that `attachment` leads to."""
         threads = self._trainer_config.num_threads or os.cpu_count() or 1
         folder = None if checkpoint is None else str(Path(checkpoint).absolute())
-        handle = self._remote(TrainerActor, threads).remote(
+        handle = self._room.trainer(TrainerActor, threads).remote(
             str(self._folder), self._trainer_config, self._engine_config, folder, attachment
         )
         actor = RemoteActor("trainer", handle, self._heartbeat_timeout_s)
         if hasattr(self, "trainer"):
             self.trainer.replace(actor)
         else:
-            self.trainer = TrainerHandle(actor, self._call_timeout_s, self._check_pool)
+            self.trainer = TrainerHandle(
+                actor, self._call_timeout_s, self._check_pool, self._published
+            )
         self._weights = wait_for(
             handle.weights.remote(), "trainer", "load the model", self._start_timeout_s,
             self._check_pool,
@@ -164,13 +177,28 @@ class Colocation:
                 ray.kill(actor)
             raise
 
+    def node_of(self, name: str) -> int:
+        """On which node of the placement a process is."""
+        kind, _, number = name.rpartition("-")
+        if kind == "rollout":
+            return self._placement.node_of(int(number))
+        return int(number) if kind == "mirror" else HOME
+
+    # ---------------------------------------------------------------- for the pool (`ActorSource`)
+
     def start_actor(self, name: str) -> Any:
-        """A new rollout process on the weights as they lie; for the pool (`ActorSource`)."""
-        cores = os.cpu_count() or 1
-        threads = self._engine_config.num_threads or max(1, cores // self._rollout_actors)
-        ways = list(self._attachments.values())
-        build = partial(attach_engine, self._weights, self._engine_config, ways)
-        return self._remote(RolloutActor, threads).remote(build, threads)
+        """A new rollout process on the weights of its node, as they lie; None without the node."""
+        node = self.node_of(name)
+        if not self._room.has(node):
+            return None
+        ways = [way for peer, way in self._attachments.items() if self.node_of(peer) == node]
+        mirror = self._mirrors.of_node(node)
+        build = partial(
+            attach_engine, self._weights, self._engine_config, ways, mirror=mirror,
+            whole_within_s=self._start_timeout_s,
+        )  # fmt: skip
+        kind, threads = self._room.rollout(RolloutActor, node, self._engine_config.num_threads)
+        return kind.remote(build, threads)
 
     def admit_actor(self, name: str, actor: Any, about: dict[str, Any]) -> None:
         """`ExactnessRefused` if a new actor computes other bits than those that serve."""
@@ -181,21 +209,58 @@ class Colocation:
                 return
         raise ActorFailure(f"{name} could not be compared with others: the weights kept changing")
 
+    def check(self) -> None:
+        """Look after what rollout actors depend on: the mirrors of their nodes."""
+        self._mirrors.check()
+
+    def unreadable(self, name: str, error: WeightsError) -> Exception:
+        """The error to raise for weights that an actor cannot read. On another node than the
+        trainer's, the mirror is ended, all that read it are lost, and new ones take their place."""
+        node = self.node_of(name)
+        if node == HOME:
+            return error
+        lost = ActorDied(f"{name} cannot read the mirror of its node: {error}")
+        self._mirrors.lose(node, lost)
+        return lost
+
     def _same_bits(self, name: str, version: int, exactness: Exactness) -> bool:
-        """Hold a new process against those that serve, on the same weights; False if the weights
-        changed meanwhile. From then on it is listed under the bits that they started with."""
+        """Hold a new process against those that serve and read the same version; False if none
+        does. From then on it is listed under the bits that they started with."""
         peers = {peer: found for peer, found in self.pool.probe().items() if peer != name}
-        for peer, (its_version, its_exactness) in peers.items():
-            if its_version != version:
-                return False
-            check_same_bits({name: exactness, peer: its_exactness})
+        alike = {peer: found for peer, (its_version, found) in peers.items()
+                 if its_version == version}  # fmt: skip
+        if peers and not alike:
+            return False
+        check_same_bits({name: exactness, **alike})
         self.exactness[name] = exactness
-        if peers and exactness.probe is not None:
-            known = self.exactness[next(iter(peers))].probe
+        if alike and exactness.probe is not None:
+            known = self.exactness[next(iter(alike))].probe
             if known is not None:
                 probe = replace(exactness.probe, fingerprint=known.fingerprint)
                 self.exactness[name] = replace(exactness, probe=probe)
         return True
+
+    # ---------------------------------------------------------------- after a publication
+
+    def _published(self) -> None:
+        """The weights may have changed: other nodes follow, and sample nothing before they have."""
+        if self._placement.nodes > 1:
+            self.pool.members.min_version = self.trainer.policy_version
+            self._mirrors.follow()
+
+    def _snapshot(self) -> list[Any]:
+        return self.trainer.snapshot(self._weights.arena.layout.total_bytes, PIECE_BYTES)
+
+    def _start_mirror(self, node: int) -> Any:
+        return self._room.actor(MirrorActor, node, 1).remote(self._weights.arena.layout)
+
+    def _mirror_lost(self, node: int, error: ActorLost) -> None:
+        """Whoever read that mirror has weights that nobody updates any more."""
+        if not hasattr(self, "pool"):
+            return
+        for name, actor in self.pool.members.serving.items():
+            if self.node_of(name) == node:
+                self.pool.members.lose(actor, ActorDied(f"{name} lost its weights: {error}"))
 
     def _check_pool(self, phase: str = "") -> None:
         """While the trainer is waited for: a stopped rollout process may hold what it waits for."""
@@ -203,37 +268,22 @@ class Colocation:
             with suppress(ActorLost):  # the last one; the next batch says so
                 self.pool.members.check()
 
-    def _remote(self, kind: type, threads: int) -> Any:
-        """`kind` as a Ray actor on this node, where the arena lies.
-
-        No logical CPUs are reserved: trainer and engines take turns on the same cores. OpenMP
-        workers therefore sleep while they wait: where cores are contended, spinning ones made a
-        training step seven times as slow (scripts/bench/NOTES.md).
-        """
-        here = ray.get_runtime_context().get_node_id()
-        return ray.remote(kind).options(
-            num_cpus=0,
-            max_concurrency=8,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-            runtime_env={
-                "env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-            },
-        )
-
     def restart_trainer(self, checkpoint: str | Path | None) -> int:
         """After `TrainerLost`, or to go back to a checkpoint: a new trainer on the weights that
-        the rollout actors still hold. Returns the policy version it published.
+        the rollout actors beside it still hold. Returns the policy version it published.
 
         checkpoint: what to go on from; None = from the beginning, the model folder. Weights and
         optimizer are those of the checkpoint whatever the old trainer left, under a version never
-        used before. If no rollout actor is left either, all start afresh.
+        used before. If no rollout actor of its node is left either, all start afresh.
         """
         self.trainer.kill()
         attachments: list[Attachment] = []
         with suppress(ActorLost):  # the last one is lost, too
-            attachments = list(self.pool.attachments().values())
+            found = self.pool.attachments()
+            attachments = [way for name, way in found.items() if self.node_of(name) == HOME]
         if not attachments:
             self.pool.close()
+            self._mirrors.close()
             self._attachments.clear()
             self._start_everything(checkpoint)
         else:
@@ -241,33 +291,42 @@ class Colocation:
             version = self.trainer.policy_version
             if not self._same_bits("trainer", version, self._weights.exactness):
                 raise ActorFailure(f"the new trainer published {version}, others read another one")
+            self._published()
             self.pool.members.refill()
         return self.trainer.policy_version
 
     def verify_weights(self, *, checksum: bool = True) -> dict[str, WeightsEcho]:
         """What every process reads, said by itself; `WeightsDiffer` unless all read the same
-        version in the same memory, byte for byte. Call it while no update runs.
+        version, byte for byte, and in one memory on each node. Call it while no update runs.
 
         checksum: read and hash all bytes in every process; False compares version and memory.
         """
+        self._mirrors.settle()
         echoes = {"trainer": self.trainer.weights_echo(checksum=checksum)}
+        echoes |= self._mirrors.ask("weights_echo", self._call_timeout_s, checksum)
         echoes |= self.pool.weights_echo(checksum=checksum)
-        check_same_weights(echoes)
+        check_same_weights(echoes, self.node_of)
         return echoes
 
     def confirm_publication(self, version: int) -> None:
         """Every rollout actor says that `version` is what it reads; `WeightsDiffer` if not."""
+        self._mirrors.settle()
         echoes = self.pool.weights_echo()
-        check_same_weights(echoes)
+        check_same_weights(echoes, self.node_of)
         for name, echo in echoes.items():
             if echo.version != version:
                 raise WeightsDiffer(
-                    f"policy version {version} was published, {name} reads {_described(echo)}"
+                    f"policy version {version} was published, {name} reads {described(echo)}"
                 )
 
     def memory(self) -> dict[str, int]:
         """Private memory (USS) of each process in bytes; the shared weights are not in it."""
-        return {"trainer": self.trainer.memory_uss(), **self.pool.memory_uss()}
+        mirrors = self._mirrors.ask("get_stats", 60.0)
+        return {
+            "trainer": self.trainer.memory_uss(),
+            **{name: stats["memory_uss"] for name, stats in mirrors.items()},
+            **self.pool.memory_uss(),
+        }
 
     def close(self) -> None:
         """End the actors, and Ray if it was started here. May be called twice."""
@@ -276,69 +335,9 @@ class Colocation:
                 self.trainer.kill()
             if hasattr(self, "pool"):
                 self.pool.close()
+            self._mirrors.close()
+            if hasattr(self, "_room"):
+                self._room.release()
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
-
-
-def check_same_weights(echoes: Mapping[str, WeightsEcho]) -> None:
-    """`WeightsDiffer` unless all say the same."""
-    first = next(iter(echoes), "")
-    for name, echo in echoes.items():
-        if echo != echoes[first]:
-            raise WeightsDiffer(
-                f"{name} reads {_described(echo)}, {first} {_described(echoes[first])}"
-            )
-
-
-def _described(echo: WeightsEcho) -> str:
-    return (
-        f"policy version {echo.version}, {echo.tensors} tensors in memory {echo.memory[:8]}"
-        + (f", checksum {echo.checksum}" if echo.checksum else "")
-    )
-
-
-def check_same_bits(exactness: Mapping[str, Exactness]) -> None:
-    """`ExactnessRefused` if processes whose mode is on have probed the same weights to other
-    bits."""
-    groups = alike(exactness)
-    if len(groups) > 1:
-        sides = " and ".join("{" + ", ".join(names) + "}" for names in groups)
-        raise ExactnessRefused(
-            f"{sides} compute the same probe on the same weights to different bits: their "
-            "machines, compilers or libraries differ. Run them on equal machines, or with "
-            "EngineConfig(exact=False)"
-        )
-
-
-def attach_engine(
-    weights: WeightsHandle,
-    config: EngineConfig,
-    ways: Sequence[Attachment] = (),
-    whole_within_s: float = 120.0,
-) -> RolloutEngine:
-    """An engine in this process on the trainer's weights, mapped read-only; nothing is copied.
-
-    ways: handles through other processes that have the weights, should the trainer be gone. Waits
-    at most `whole_within_s` for weights that are torn: another trainer may be about to mend them.
-    """
-    folder = Path(weights.model_folder)
-    shape = DecoderConfig.from_folder(folder)
-    model = Decoder(shape, device="meta", operators=weights.operators)
-    arena, gate_handle = _first_way([(weights.arena, weights.gate), *ways])
-    arena.bind(model, requires_grad=False)
-    gate = SharedGate.attach(arena, gate_handle, model)
-    gate.wait_until_whole(whole_within_s)
-    settings = asdict(config)
-    del settings["num_threads"], settings["operators"]
-    settings["attention_backend"] = weights.attention_backend
-    return RolloutEngine(model, Tokenizer.from_folder(folder), gate=gate, **settings)
-
-
-def _first_way(ways: Sequence[Attachment]) -> tuple[WeightArena, MemoryHandle]:
-    """The weights through the first process that still has them."""
-    for arena, gate in ways[:-1]:
-        with suppress(WeightsError):
-            return WeightArena.attach(arena), gate
-    arena, gate = ways[-1]
-    return WeightArena.attach(arena), gate

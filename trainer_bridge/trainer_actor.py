@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +186,15 @@ class TrainerActor:
             return version
 
         return self._run("save_checkpoint", save)
+
+    def snapshot(self, piece_bytes: int) -> Iterator[int | NDArray[np.uint8]]:
+        """The version and then all bytes of the weights, in pieces, for the mirrors of other nodes.
+
+        Ray copies each piece as it comes; updates wait meanwhile, readers do not.
+        """
+        with self._gate.read() as version:
+            yield version
+            yield from self._arena.pieces(piece_bytes)
 
     def weights_echo(self, checksum: bool) -> WeightsEcho:
         """What this process reads and trains: `SharedGate.echo`."""

@@ -25,13 +25,21 @@ class TrainerHandle:
     """The trainer actor as an object. Calls wait, with a deadline that names the phase, and raise
     `TrainerLost` when it died or hangs.
 
-    meanwhile: called about once a second while a call waits.
+    meanwhile: called about once a second while a call waits. published: called after each call
+    that may have changed the weights.
     """
 
-    def __init__(self, actor: RemoteActor, timeout_s: float, meanwhile: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        actor: RemoteActor,
+        timeout_s: float,
+        meanwhile: Callable[[], None],
+        published: Callable[[], None],
+    ) -> None:
         self._actor = actor
         self._timeout_s = timeout_s
         self._meanwhile = meanwhile
+        self._published = published
         self._holds = itertools.count()
 
     def step(
@@ -47,23 +55,32 @@ class TrainerHandle:
         wait_for_rollouts: called while forward and backward run; the weights change only after it
         has returned, so what is sampled until then is of one version. It must not raise.
         """
+        handle = self._actor.handle
         if wait_for_rollouts is None:
-            return self._call("step", batch, advantages, algorithm)  # type: ignore[no-any-return]
-        handle, hold = self._actor.handle, next(self._holds)
+            reference = handle.step.remote(batch, advantages, algorithm)
+            return self._change("step", reference)  # type: ignore[no-any-return]
+        hold = next(self._holds)
         reference = handle.step.remote(batch, advantages, algorithm, hold)
         try:
             wait_for_rollouts()
         finally:
             handle.allow_update.remote(hold)
-        return self._result("step", reference)  # type: ignore[no-any-return]
+        return self._change("step", reference)  # type: ignore[no-any-return]
 
     def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
         """Run `update(model)` in the trainer, in place, and publish. See `TrainerActor`."""
-        return self._call("apply_weight_update", version, update)
+        reference = self._actor.handle.apply_weight_update.remote(version, update)
+        return self._change("apply_weight_update", reference)
 
     def save_checkpoint(self, folder: str) -> int:
         """Write weights, tokenizer and the trainer's state; returns the version written."""
         return self._call("save_checkpoint", str(folder))  # type: ignore[no-any-return]
+
+    def snapshot(self, weights_bytes: int, piece_bytes: int) -> list[Any]:
+        """References of the version and of every piece of the weights; does not wait."""
+        pieces = -(-weights_bytes // piece_bytes)
+        method = self._actor.handle.snapshot.options(num_returns=1 + pieces)
+        return list(method.remote(piece_bytes))
 
     def weights_echo(self, *, checksum: bool = False) -> WeightsEcho:
         """What the trainer itself reads; see `SharedGate.echo`."""
@@ -89,6 +106,18 @@ class TrainerHandle:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._result(method, getattr(self._actor.handle, method).remote(*arguments))
+
+    def _change(self, method: str, reference: Any) -> Any:
+        """Of a step that raised, earlier minibatches may have been published."""
+        try:
+            result = self._result(method, reference)
+        except ActorFailure:
+            raise
+        except Exception:
+            self._published()
+            raise
+        self._published()
+        return result
 
     def _result(self, method: str, reference: Any) -> Any:
         actor = self._actor

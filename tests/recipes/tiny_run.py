@@ -20,7 +20,8 @@ from rollout import Decoder, DecoderConfig, RolloutBatch, SamplingParams, save_p
 from rollout import Tokenizer as PolicyTokenizer
 from rollout.engine_config import EngineConfig
 from trainer_bridge import TrainerConfig, WeightsEcho
-from trainer_bridge.colocation import attach_engine, check_same_bits, check_same_weights
+from trainer_bridge.agreement import check_same_bits, check_same_weights
+from trainer_bridge.attach import attach_engine
 from trainer_bridge.trainer_actor import TrainerActor
 
 LETTERS = "abcdefgh"

@@ -25,7 +25,8 @@ from rollout import (
 from rollout.policy import PoisonedWeights, ReadOnlyWeights
 from tests.trainer_bridge.colocated import PARAMS, PROMPTS, in_process, scale_norm, start
 from trainer_bridge import Colocation, TrainerConfig, score
-from trainer_bridge.colocation import attach_engine, check_same_bits
+from trainer_bridge.agreement import check_same_bits
+from trainer_bridge.attach import attach_engine
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -27,7 +27,8 @@ from tests.trainer_bridge import colocated
 from tests.trainer_bridge.colocated import PARAMS as SHORT
 from tests.trainer_bridge.colocated import PROMPTS, in_process, scale_norm
 from trainer_bridge import Colocation, TrainerLost, WeightsDiffer
-from trainer_bridge.colocation import attach_engine, check_same_bits
+from trainer_bridge.agreement import check_same_bits
+from trainer_bridge.attach import attach_engine
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -232,7 +233,8 @@ def test_no_memory_in_an_actor_ends_the_batch_with_that_cause(folder):
 
         def start_actor(name):
             attach = partial(attach_engine, run._weights, run._engine_config)
-            return run._remote(RolloutActor, 1).remote(lambda: without_memory(attach()), 1)
+            kind, threads = run._room.rollout(RolloutActor, 0, 1)
+            return kind.remote(lambda: without_memory(attach()), threads)
 
         run.start_actor = start_actor
         os.kill(rollout_pid(run, "rollout-0"), signal.SIGKILL)
@@ -240,10 +242,11 @@ def test_no_memory_in_an_actor_ends_the_batch_with_that_cause(folder):
             run.pool.run_batch(PROMPTS, SHORT)
 
 
-def test_an_actor_refuses_work_before_it_has_the_wanted_version(run):
+def test_an_actor_refuses_work_before_it_has_the_wanted_version(run, monkeypatch):
     """F7."""
     version = run.trainer.policy_version
     run.pool.members.min_version = version + 1
+    monkeypatch.setattr(run.pool.members, "stale_timeout_s", 0.1)
     with pytest.raises(StaleWeights, match=f"version {version + 1} or later.*version {version}"):
         run.pool.run_batch(PROMPTS, SHORT)
     run.trainer.apply_weight_update(None, scale_norm)

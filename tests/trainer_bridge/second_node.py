@@ -1,0 +1,53 @@
+"""Another node of the running Ray on this machine: a raylet and an object store of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import ray
+
+
+class SecondNode:
+    """Started as a user does, by `ray start --address`; gone after `kill`."""
+
+    def __init__(self, num_gpus: int = 0) -> None:
+        before = len(alive_nodes())
+        self._command = subprocess.Popen(
+            [
+                str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1",
+                f"--num-gpus={num_gpus}",
+                f"--address={ray.get_runtime_context().gcs_address}",
+                f"--object-store-memory={100 << 20}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while len(alive_nodes()) == before:
+            assert time.monotonic() < deadline, "the second node did not join"
+            assert self._command.poll() is None, "`ray start` ended"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """All its processes at once, as when a machine goes down; returns when Ray has noticed."""
+        if self._command.poll() is not None:
+            return
+        before = len(alive_nodes())
+        top = psutil.Process(self._command.pid)
+        for process in [top, *top.children(recursive=True)]:
+            with suppress(psutil.Error):
+                process.kill()
+        self._command.wait()
+        deadline = time.monotonic() + 60
+        while len(alive_nodes()) == before:
+            assert time.monotonic() < deadline, "Ray did not notice that the node is gone"
+            time.sleep(0.1)
+
+
+def alive_nodes() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
