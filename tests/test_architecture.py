@@ -22,7 +22,8 @@ ALLOWED = {
 ONLY_IN = {
     "ray": {
         "rollout/pool.py", "rollout/membership.py", "rollout/remote.py",
-        "trainer_bridge/colocation.py", "trainer_bridge/mirrors.py", "trainer_bridge/placement.py",
+        "trainer_bridge/cluster.py", "trainer_bridge/colocation.py", "trainer_bridge/mirrors.py",
+        "trainer_bridge/placement.py",
     },
     "accelerate": {"trainer_bridge/learner.py"},
 }

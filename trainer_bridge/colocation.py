@@ -27,6 +27,7 @@ from rollout.remote import ActorDied, ActorFailure, ActorLost, RemoteActor, wait
 from rollout.tokenizer import Tokenizer
 from trainer_bridge.agreement import WeightsDiffer, check_same_bits, check_same_weights, described
 from trainer_bridge.attach import attach_engine
+from trainer_bridge.cluster import connect
 from trainer_bridge.mirror_actor import PIECE_BYTES, MirrorActor
 from trainer_bridge.mirrors import Mirrors
 from trainer_bridge.placement import HOME, Placement, Reservation
@@ -120,10 +121,7 @@ class Colocation:
         self.close()
 
     def _start(self) -> None:
-        if not ray.is_initialized():
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            self._owns_ray = True
-            ray.init(include_dashboard=False, logging_level="ERROR")
+        self._owns_ray = connect()
         self._room = Reservation(self._placement, self._rollout_actors, self._start_timeout_s)
         self._start_everything(self._checkpoint)
 

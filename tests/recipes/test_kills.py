@@ -30,8 +30,10 @@ def start(policy: Path, output: Path) -> subprocess.Popen:
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in options.items()]
     here = str(Path(__file__).parent)
-    environment = os.environ | {"PYTHONPATH": here, "RAY_USAGE_STATS_ENABLED": "0"}
-    environment.pop("RAY_ADDRESS", None)
+    environment = os.environ | {
+        "PYTHONPATH": here, "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONFAULTHANDLER": "1",
+    }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "recipes.grpo", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
@@ -72,7 +74,11 @@ def kill_one(run: subprocess.Popen, name: str) -> None:
 
 
 def finished(run: subprocess.Popen) -> str:
-    text, _ = run.communicate(timeout=240)
+    try:
+        text, _ = run.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        run.send_signal(signal.SIGABRT)  # its last words are where it stands
+        pytest.fail(f"still running after 240 s: {run.communicate()[0]}")
     assert run.returncode == 0, text
     return text
 

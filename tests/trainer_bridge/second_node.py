@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,10 @@ from pathlib import Path
 
 import psutil
 import ray
+
+RECORD = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / (
+    "ray/ray_current_cluster"
+)
 
 
 class SecondNode:
@@ -32,6 +37,9 @@ class SecondNode:
             assert time.monotonic() < deadline, "the second node did not join"
             assert self._command.poll() is None, "`ray start` ended"
             time.sleep(0.1)
+        # `ray start` records the cluster for every `ray.init()` on this machine to find; other
+        # tests want one of their own.
+        RECORD.unlink(missing_ok=True)
 
     def kill(self) -> None:
         """All its processes at once, as when a machine goes down; returns when Ray has noticed."""
