@@ -66,6 +66,8 @@ class RolloutConfig:
 
     Args:
         actors: rollout processes, each with an engine on the shared weights
+        nodes: machines of the Ray cluster that the actors are dealt to; each but the trainer's has
+            a mirror of the weights. All must see the model folder and the output at the same path
         restarts: how often, in all, one that died or hangs is started again; beyond, the run goes
             on with those that are left
         heartbeat_timeout: seconds of silence after which a process counts as hung and is killed
@@ -81,6 +83,7 @@ class RolloutConfig:
     """
 
     actors: int = 2
+    nodes: int = 1
     restarts: int = 10
     heartbeat_timeout: float = 30.0
     prompts_per_step: int = 16
@@ -92,7 +95,8 @@ class RolloutConfig:
     exact: bool | None = None
 
     def __post_init__(self) -> None:
-        _at_least("rollout.actors", self.actors, 1)
+        _at_least("rollout.nodes", self.nodes, 1)
+        _at_least("rollout.actors", self.actors, self.nodes, "one on each of rollout.nodes")
         _at_least("rollout.restarts", self.restarts, 0)
         _positive("rollout.heartbeat_timeout", self.heartbeat_timeout)
         _at_least("rollout.prompts_per_step", self.prompts_per_step, 1)

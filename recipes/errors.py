@@ -6,9 +6,8 @@ import errno
 
 _ADVICE = {
     errno.ENOSPC: "free some space on that disk",
-    errno.EROFS: "the file system is read-only; choose another folder with --output",
-    errno.EACCES: "choose a folder you may write to with --output",
-    errno.EPERM: "choose a folder you may write to with --output",
+    errno.EACCES: "choose one that you may write to",
+    errno.EPERM: "choose one that you may write to",
 }
 
 

@@ -51,7 +51,7 @@ from recipes.stopping import Stopped, StopSignals, stop_signals
 from recipes.tasks.catalog import load_task
 from recipes.tasks.task import Demonstrates, Task, encode_prompt, prompt_text
 from rollout import EngineConfig, RolloutBatch, SamplingParams, TornWeights
-from trainer_bridge import Colocation, TrainerConfig, TrainerLost
+from trainer_bridge import Colocation, Placement, TrainerConfig, TrainerLost
 from trainer_bridge.algorithm import Algorithm
 
 T = TypeVar("T")
@@ -104,6 +104,7 @@ def run(config: GrpoConfig, output: Path, task: Task | None = None) -> int:
             with Colocation(
                 model_location(config.model, output, config.seed),
                 rollout_actors=config.rollout.actors,
+                placement=Placement(nodes=config.rollout.nodes),
                 trainer=_trainer_config(config),
                 engine=EngineConfig(
                     max_batch_size=config.rollout.max_batch_size, exact=config.rollout.exact

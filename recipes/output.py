@@ -13,7 +13,8 @@ from recipes.errors import RunError, sentence
 
 _MAY_CHANGE = (
     "name", "output", "resume", "trainer_restarts", "evaluation", "checkpoint", "logging",
-    "rollout.actors", "rollout.restarts", "rollout.heartbeat_timeout", "rollout.max_batch_size",
+    "rollout.actors", "rollout.nodes", "rollout.restarts", "rollout.heartbeat_timeout",
+    "rollout.max_batch_size",
 )  # fmt: skip
 """Fields that change no weight and no token: a run may go on with others."""
 

@@ -75,19 +75,28 @@ def _behind(history: Sequence[Record], overlap: bool) -> PromiseCheck:
     )
 
 
-def check_weights(weights: Mapping[str, WeightsEcho]) -> PromiseCheck:
-    """The row of what every process says it reads, at the end of the run."""
-    promise = "one copy of the weights, read by every process at the last version"
+def check_weights(weights: Mapping[str, WeightsEcho], nodes: int = 1) -> PromiseCheck:
+    """The row of what every process says it reads, at the end of the run.
+
+    nodes: machines the processes are on; the weights are to be on each of them once.
+    """
+    each = "" if nodes == 1 else " on each node"
+    promise = f"one copy of the weights{each}, read by every process at the last version"
+    expected = _copies(nodes)
     if not weights:
-        return PromiseCheck(promise, "not measured", "1 copy", None)
+        return PromiseCheck(promise, "not measured", expected, None)
     copies = len({echo.memory for echo in weights.values()})
     seen = {(echo.version, echo.checksum) for echo in weights.values()}
     measured = (
-        f"{copies} copy in {len(weights)} processes, version "
+        f"{_copies(copies)} in {len(weights)} processes, version "
         f"{' and '.join(str(version) for version in sorted({v for v, _ in seen}))}, "
         f"{len({checksum for _, checksum in seen})} checksum"
     )
-    return PromiseCheck(promise, measured, "1 copy", copies == 1 and len(seen) == 1)
+    return PromiseCheck(promise, measured, expected, copies == nodes and len(seen) == 1)
+
+
+def _copies(count: int) -> str:
+    return "1 copy" if count == 1 else f"{count} copies"
 
 
 def check_exactness(exactness: Mapping[str, Exactness]) -> PromiseCheck:

@@ -85,7 +85,7 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         _training(record.training_steps),
         _promises(
             [
-                check_weights(record.weights),
+                check_weights(record.weights, record.config.rollout.nodes),
                 check_exactness(record.exactness),
                 *check_promises(record.training_steps, record.config.rollout.overlap),
             ]
@@ -173,8 +173,10 @@ def _memory(record: RunRecord) -> str:
         for name in dict.fromkeys([*before, *after])
     ]
     table = _table(("process", "before the first step", "after the last step"), rows)
+    nodes = record.config.rollout.nodes
+    where = "once" if nodes == 1 else f"once on each of {nodes} nodes"
     return (
-        f"## Memory\n\nThe weights ({_mebibytes(record.weights_bytes)} MiB) exist once and are "
+        f"## Memory\n\nThe weights ({_mebibytes(record.weights_bytes)} MiB) exist {where} and are "
         f"mapped by every process. MiB that belong to each process alone (USS):\n\n{table}"
     )
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from recipes.step_metrics import StepClock
 from rollout import RolloutBatch
+from rollout.model.weight_files import save_state
 
 FILE = "sampled_ahead.pt"
 
@@ -37,7 +38,7 @@ class SampledStep:
             "teaching": torch.from_numpy(self.teaching),
             "metrics": self.metrics,
         }
-        torch.save(state, folder / FILE)
+        save_state(state, folder / FILE)
 
     @staticmethod
     def load(folder: Path) -> SampledStep | None:

@@ -23,12 +23,20 @@ def connect() -> bool:
     `ray.init` would do the same, but try for a quarter of an hour to reach a cluster that is gone:
     the record outlives a `ray start` that was killed.
 
-    Raises ConnectionError if nothing answers at `RAY_ADDRESS`.
+    Raises ConnectionError if nothing answers at `RAY_ADDRESS`, or Ray does not start.
     """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address=_address(), include_dashboard=False, logging_level="ERROR")
+    address = _address()
+    try:
+        ray.init(address=address, include_dashboard=False, logging_level="ERROR")
+    except Exception as error:
+        own = _temporary_folder() / "ray"
+        raise ConnectionError(
+            f"Ray did not start: {_said(error)}. It needs room in {own} (RAY_TMPDIR names another place) "
+            f"and in /dev/shm, and writes its logs to {own / 'session_latest' / 'logs'}"
+        ) from error
     return True
 
 
@@ -64,6 +72,11 @@ def _answers(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _said(error: Exception) -> str:
+    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    return where + (getattr(error, "strerror", None) or str(error)).rstrip(". ")
 
 
 def _temporary_folder() -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rollout.model.files import CheckpointError
+from rollout.model.weight_files import save_state
 
 STATE_FILE = "trainer_state.pt"
 
@@ -28,7 +29,7 @@ def write_trainer_state(
 ) -> None:
     """Into a checkpoint that is being written; it is not complete before its writer says so."""
     state = {"policy_version": policy_version, "learner": dict(learner)}
-    torch.save(state, folder / STATE_FILE)
+    save_state(state, folder / STATE_FILE)
 
 
 def read_trainer_state(folder: Path) -> TrainerState:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -102,6 +104,20 @@ def write_weights(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / _INDEX, index)
+
+
+def save_state(state: Any, path: Path) -> None:
+    """`torch.save`, with the OSError of the disk: torch's own does not tell that it is full."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, OSError):
+                    raise OSError(cause.errno, cause.strerror, str(path)) from error
+                cause = cause.__context__
+            raise
 
 
 def _opened(path: Path) -> safe_open:

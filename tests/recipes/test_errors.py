@@ -27,7 +27,7 @@ class RemoteError(RuntimeError):
         (RemoteError(RemoteError(ValueError("inner"))), "inner"),
         (MemoryError("of 3 GiB"), "out of memory of 3 GiB"),
         (OSError(28, "No space left on device"), "No space left on device (free some space"),
-        (PermissionError(13, "Permission denied", "/a"), "/a: Permission denied (choose a folder"),
+        (PermissionError(13, "Permission denied", "/a"), "/a: Permission denied (choose one"),
     ],
 )
 def test_sentence(error, text):

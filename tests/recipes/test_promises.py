@@ -94,3 +94,13 @@ def test_what_the_processes_read_is_one_row():
     for other in (echo(memory="b"), echo(version=6), echo(checksum="d")):
         assert check_weights({"trainer": echo(), "rollout-0": other}).holds is False
     assert check_weights({}).holds is None
+
+
+def test_several_nodes_have_a_copy_each():
+    both = {"trainer": echo(), "rollout-0": echo(), "rollout-1": echo(memory="b")}
+    check = check_weights(both, nodes=2)
+    assert check.holds is True
+    assert check.promise.startswith("one copy of the weights on each node")
+    assert check.measured == "2 copies in 3 processes, version 7, 1 checksum"
+    assert check_weights(both).holds is False
+    assert check_weights({"trainer": echo(), "rollout-0": echo()}, nodes=2).holds is False

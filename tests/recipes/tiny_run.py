@@ -19,7 +19,7 @@ from recipes.config import TaskConfig
 from rollout import Decoder, DecoderConfig, RolloutBatch, SamplingParams, save_pretrained
 from rollout import Tokenizer as PolicyTokenizer
 from rollout.engine_config import EngineConfig
-from trainer_bridge import TrainerConfig, WeightsEcho
+from trainer_bridge import Placement, TrainerConfig, WeightsEcho
 from trainer_bridge.agreement import check_same_bits, check_same_weights
 from trainer_bridge.attach import attach_engine
 from trainer_bridge.trainer_actor import TrainerActor
@@ -147,6 +147,7 @@ class LocalColocation:
         rollout_actors: int,
         trainer: TrainerConfig,
         engine: EngineConfig,
+        placement: Placement,
         checkpoint: str | Path | None = None,
         heartbeat_timeout_s: float = 30.0,
         max_restarts: int = 0,

@@ -74,6 +74,16 @@ def test_a_named_cluster_goes_before_the_record(asked, record, monkeypatch, dead
     assert asked == [None] * 3
 
 
+def test_a_ray_that_does_not_start_names_its_folder(asked, monkeypatch, tmp_path):
+    def fail(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(cluster.ray, "init", fail)
+    with pytest.raises(ConnectionError, match="Read-only file system.*RAY_TMPDIR") as raised:
+        cluster.connect()
+    assert str(tmp_path / "ray") in str(raised.value)
+
+
 def test_a_ray_that_runs_is_left_running(asked, monkeypatch):
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
     assert not cluster.connect()

@@ -1,11 +1,13 @@
 """Model folders: exact round trips, strict loads, saves that appear whole or not at all."""
 
 import json
+import pickle
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from rollout.model import Decoder, DecoderConfig, checkpoint
 from rollout.model.checkpoint import load_pretrained, load_weights, save_pretrained
 from rollout.model.files import CheckpointError, whole_folder
+from rollout.model.weight_files import save_state
 
 CONFIG = DecoderConfig(
     model_type="llama",
@@ -274,17 +277,39 @@ def test_saving_over_a_checkpoint_leaves_no_stale_weights(tmp_path: Path) -> Non
     assert_same(bits(model), bits(decoder(1)))
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(folder: Path) -> None:
-    """F6: no space is imitated by a limit on the size of a file."""
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No space is imitated by a limit on the bytes of a file."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
     try:
-        with pytest.raises(CheckpointError, match="could not be written"):
-            save_pretrained(decoder(1), folder)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, previous)
+
+
+@pytest.mark.parametrize("size", [0, 100, 1 << 12, 1 << 16, (1 << 18) + 400])
+def test_a_full_disk_is_the_cause_that_is_told(tmp_path: Path, size: int) -> None:
+    """F6: torch's own error would be about a position in a file."""
+    state = {"step": 3, "exp_avg": torch.zeros(1 << 16)}
+    path = tmp_path / "state.pt"
+    with room_for(size), pytest.raises(OSError, match="File too large"):
+        save_state(state, path)
+    save_state(state, path)
+    assert torch.load(path, weights_only=True)["step"] == 3
+
+
+def test_what_cannot_be_pickled_is_not_the_disk_s_fault(tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        save_state({"loss": lambda: 0}, tmp_path / "state.pt")
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(folder: Path) -> None:
+    """F6"""
+    with room_for(30_000), pytest.raises(CheckpointError, match="could not be written"):
+        save_pretrained(decoder(1), folder)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     model = decoder(2)
     load_weights(model, folder)
