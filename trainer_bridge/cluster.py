@@ -34,8 +34,8 @@ def connect() -> bool:
     except Exception as error:
         own = _temporary_folder() / "ray"
         raise ConnectionError(
-            f"Ray did not start: {_said(error)}. It needs room in {own} (RAY_TMPDIR names another place) "
-            f"and in /dev/shm, and writes its logs to {own / 'session_latest' / 'logs'}"
+            f"Ray did not start: {_said(error)}. It needs room in {own} (RAY_TMPDIR names another "
+            f"place) and in /dev/shm, and writes its logs to {own / 'session_latest' / 'logs'}"
         ) from error
     return True
 

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.processes import title
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).parent),
@@ -61,21 +63,9 @@ def wait_for_step(run: subprocess.Popen, output: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-def title(process: psutil.Process) -> str:
-    """As Ray sets it; empty for a process that is gone."""
-    try:
-        return (process.cmdline() or [""])[0]
-    except psutil.Error:
-        return ""
-
-
-def processes_of(run: subprocess.Popen) -> list[psutil.Process]:
-    return psutil.Process(run.pid).children(recursive=True)
-
-
 def require_gone(processes: Sequence[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=30)
-    assert not alive, f"left behind: {[p.cmdline()[:2] for p in alive]}"
+    assert not alive, f"left behind: {[title(p)[:100] for p in alive]}"
 
 
 def ended(run: subprocess.Popen, exit_code: int = 0, timeout_s: float = 240) -> str:

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import actors_of, descendants, title
 from tests.recipes.run_process import (
     command,
     ended,
-    processes_of,
     require_gone,
     start,
     step_of,
-    title,
     wait_for_step,
 )
 
@@ -33,7 +32,7 @@ def begin(policy: Path, output: Path) -> subprocess.Popen:
 
 def kill_one(run: subprocess.Popen, name: str) -> None:
     """SIGKILL one actor process of this run."""
-    there = processes_of(run)
+    there = descendants(run.pid)
     for process in there:
         if title(process).startswith(name):
             process.kill()
@@ -58,8 +57,8 @@ def test_kill_them_all_one_after_another(policy, tmp_path):
     kill_one(run, "ray::Trainer")
     wait_for_step(run, output, 15)
     # Not Ray's own two agents: they want to tell their dead head of it, for more than a minute.
-    ours = [p for p in processes_of(run) if "Agent" not in title(p)]
-    assert sum(title(p).startswith(("ray::Rollout", "ray::Trainer")) for p in ours) == 3
+    ours = [p for p in descendants(run.pid) if "Agent" not in title(p)]
+    assert len(actors_of(run.pid)) == 3
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     require_gone(ours)
@@ -67,7 +66,7 @@ def test_kill_them_all_one_after_another(policy, tmp_path):
 
     run = begin(policy, output)
     wait_for_step(run, output, 30)
-    everyone = processes_of(run)
+    everyone = descendants(run.pid)
     run.send_signal(signal.SIGINT)
     text = ended(run, 130, timeout_s=60)
     assert "saving the weights" in text and "Traceback" not in text

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import ray
 
+from tests.processes import descendants
+
 RECORD = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / (
     "ray/ray_current_cluster"
 )
@@ -46,10 +48,10 @@ class SecondNode:
         if self._command.poll() is not None:
             return
         before = len(alive_nodes())
-        top = psutil.Process(self._command.pid)
-        for process in [top, *top.children(recursive=True)]:
+        for process in descendants(self._command.pid):
             with suppress(psutil.Error):
                 process.kill()
+        self._command.kill()
         self._command.wait()
         deadline = time.monotonic() + 60
         while len(alive_nodes()) == before:

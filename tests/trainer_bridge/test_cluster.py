@@ -79,7 +79,7 @@ def test_a_ray_that_does_not_start_names_its_folder(asked, monkeypatch, tmp_path
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(cluster.ray, "init", fail)
-    with pytest.raises(ConnectionError, match="Read-only file system.*RAY_TMPDIR") as raised:
+    with pytest.raises(ConnectionError, match=r"Read-only file system.*RAY_TMPDIR") as raised:
         cluster.connect()
     assert str(tmp_path / "ray") in str(raised.value)
 

@@ -23,6 +23,7 @@ from rollout import (
     load_pretrained,
 )
 from rollout.policy import PoisonedWeights, ReadOnlyWeights
+from tests.processes import actors_of, title
 from tests.trainer_bridge.colocated import PARAMS, PROMPTS, in_process, scale_norm, start
 from trainer_bridge import Colocation, TrainerConfig, score
 from trainer_bridge.agreement import check_same_bits
@@ -304,9 +305,7 @@ def test_nothing_is_left_behind(folder, tmp_path):
 
 def actors_alive() -> list[str]:
     """Actor processes of this session's Ray."""
-    children = psutil.Process().children(recursive=True)
-    names = [" ".join(c.cmdline()) for c in children if c.status() != psutil.STATUS_ZOMBIE]
-    return [name for name in names if name.startswith(("ray::Trainer", "ray::Rollout"))]
+    return [title(process) for process in actors_of()]
 
 
 def test_wrong_folders_fail_before_anything_starts(tmp_path):

@@ -199,6 +199,7 @@ def test_a_new_trainer_is_followed(run, tmp_path):
     run.verify_weights()
 
 
+@pytest.mark.slow
 def test_a_lost_node_costs_nothing_but_time(run, second):
     """Its rollouts are computed by the others; when there is a node again, it joins the run."""
     params = SamplingParams(n=8, max_tokens=150, seed=1, ignore_eos=True)
@@ -218,6 +219,7 @@ def test_a_lost_node_costs_nothing_but_time(run, second):
         another.kill()
 
 
+@pytest.mark.slow
 def test_gpus_decide_the_node(folder):
     """Logical ones: the trainer goes where they are, and Ray counts the fractions."""
     second = SecondNode(num_gpus=1)

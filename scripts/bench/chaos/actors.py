@@ -86,7 +86,7 @@ class ColocationChaos:
     def run(self, seconds: float) -> None:
         model = Decoder(model_config())
         write_weights(model, self._oracle.seed, 0)
-        save_pretrained(model, self._folder / "model", _tokenizer())
+        save_pretrained(model, self._folder / "model", tiny_tokenizer())
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
             address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
@@ -276,7 +276,7 @@ def _pid(actor: RemoteActor) -> int | None:
     return None
 
 
-def _tokenizer() -> Tokenizer:
+def tiny_tokenizer() -> Tokenizer:
     words = {"<eos>" if i == EOS else f"w{i}": i for i in range(VOCABULARY)}
     backend = BackendTokenizer(models.WordLevel(words, unk_token="w0"))
     return Tokenizer(backend.to_str(), {"eos_token": "<eos>"}, None, (EOS,))
