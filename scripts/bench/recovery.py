@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from rollout import Decoder, EngineConfig, SamplingParams, save_pretrained
-from scripts.bench.chaos.actors import tiny_tokenizer
+from scripts.bench.chaos.actors import pid_of, tiny_tokenizer
 from scripts.bench.chaos.oracle import model_config
 from trainer_bridge import Colocation, TrainerConfig, TrainerLost
 
@@ -62,7 +62,8 @@ class Faults:
         self._until_whole()
         members = self._run.pool.members
         victim = members.serving["rollout-1"]
-        (pid,) = (s["pid"] for s in self._run.pool.get_stats() if s["actor"] == "rollout-1")
+        pid = pid_of(victim)
+        assert pid is not None
         took: Times = {}
 
         def strike() -> None:

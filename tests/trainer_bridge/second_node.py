@@ -39,9 +39,7 @@ class SecondNode:
             assert time.monotonic() < deadline, "the second node did not join"
             assert self._command.poll() is None, "`ray start` ended"
             time.sleep(0.1)
-        # `ray start` records the cluster for every `ray.init()` on this machine to find; other
-        # tests want one of their own.
-        RECORD.unlink(missing_ok=True)
+        _unlink_record()
 
     def kill(self) -> None:
         """All its processes at once, as when a machine goes down; returns when Ray has noticed."""
@@ -53,10 +51,17 @@ class SecondNode:
                 process.kill()
         self._command.kill()
         self._command.wait()
+        _unlink_record()  # it may have been written after the node had joined
         deadline = time.monotonic() + 60
         while len(alive_nodes()) == before:
             assert time.monotonic() < deadline, "Ray did not notice that the node is gone"
             time.sleep(0.1)
+
+
+def _unlink_record() -> None:
+    """`ray start` records the cluster for every `ray.init()` on this machine to find; other tests
+    want one of their own."""
+    RECORD.unlink(missing_ok=True)
 
 
 def alive_nodes() -> list[str]:

@@ -230,7 +230,7 @@ class ColocationChaos:
             if self._restarting and rng.random() < 0.8:
                 continue  # a start takes seconds: some must come through
             number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-            pid = _pid(victim)
+            pid = pid_of(victim)
             if pid is None:
                 continue
             role = "trainer actor" if victim is run.trainer._actor else "rollout actor"
@@ -265,7 +265,8 @@ def _name(error: Exception) -> str:
     return type(getattr(error, "cause", error)).__name__
 
 
-def _pid(actor: RemoteActor) -> int | None:
+def pid_of(actor: RemoteActor) -> int | None:
+    """None before it has started, and when Ray knows that it is gone."""
     ready, _ = ray.wait([actor._identity], timeout=0)
     if not ready:
         return None
