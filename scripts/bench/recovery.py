@@ -28,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import ray
 import torch
 
 from rollout import Decoder, EngineConfig, SamplingParams, save_pretrained
@@ -134,6 +135,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--heartbeat-timeout", type=float, default=3.0, help="seconds")
     options = parser.parse_args()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with tempfile.TemporaryDirectory(prefix="lockstep-recovery-") as temporary:
         folder = Path(temporary)
         model = options.model or folder / "model"
