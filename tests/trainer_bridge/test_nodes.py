@@ -137,16 +137,18 @@ def test_without_a_minimum_version_the_lag_would_be_seen(run):
         batch = run.pool.run_batch(PROMPTS, PARAMS)
     finally:
         os.kill(stopped, signal.SIGCONT)
+        run.pool.members.min_version = run.trainer.policy_version
     assert versions(batch) == {old, old + 1}
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_mirror_is_replaced_with_those_that_read_it(run, blow):
     expected = list(run.pool.run_batch(PROMPTS, PARAMS))
+    assert versions(expected) == {run.trainer.policy_version}
     victim = mirror_pid(run)
     os.kill(victim, blow)
-    run.trainer.apply_weight_update(None, scale_norm)
-    run.trainer.apply_weight_update(None, partial(scale_norm, factor=1 / 1.5))
+    run.trainer.apply_weight_update(None, partial(scale_norm, factor=2.0))
+    run.trainer.apply_weight_update(None, partial(scale_norm, factor=0.5))
     batch = run.pool.run_batch(PROMPTS, PARAMS)
     assert [r.token_ids for r in batch] == [r.token_ids for r in expected]
     assert versions(batch) == {run.trainer.policy_version}
