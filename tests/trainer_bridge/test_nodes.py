@@ -74,6 +74,10 @@ def ray_node(handle) -> str:
     return ray.get(here)
 
 
+def process_id(run: Colocation, name: str) -> int:
+    return ray.get(run.pool.members.serving[name].handle.__ray_call__.remote(lambda _: os.getpid()))
+
+
 def versions(batch) -> set[int]:
     return {span.version for rollout in batch for span in rollout.version_spans}
 
@@ -206,6 +210,7 @@ def test_a_lost_node_costs_nothing_but_time(run, second):
     """Its rollouts are computed by the others; when there is a node again, it joins the run."""
     params = SamplingParams(n=8, max_tokens=150, seed=1, ignore_eos=True)
     expected = list(run.pool.run_batch(PROMPTS, params))
+    os.kill(process_id(run, "rollout-1"), signal.SIGSTOP)  # it will not have finished by then
     killer = threading.Timer(0.3, second.kill)
     killer.start()
     assert list(run.pool.run_batch(PROMPTS, params)) == expected
