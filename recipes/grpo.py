@@ -8,6 +8,7 @@ configuration is wrong; 1 anything else, with the cause in one sentence on stder
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 import threading
@@ -59,6 +60,8 @@ T = TypeVar("T")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from command-line arguments; returns the exit code and never raises."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # in a pipe too: live, and in order with stderr
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         config = parse_config(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:

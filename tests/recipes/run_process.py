@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "RAY_ADDRESS": "local",
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "",  # as most users have it: the order of what is printed is the run's own
 }
 
 
