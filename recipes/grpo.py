@@ -282,7 +282,9 @@ def rollout_step(
     )
     clock.lap("reward")
 
-    advantages = ADVANTAGES[config.algorithm.name](rewards.total, batch.prompt_index)
+    advantages = ADVANTAGES[config.algorithm.name](
+        rewards.total, batch.prompt_index, batch.lengths
+    )
     teaching = np.flatnonzero(
         teaching_samples(batch.finish_reasons, config.algorithm.mask_truncated)
     )

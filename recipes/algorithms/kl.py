@@ -37,6 +37,22 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
+def adaptive_coefficient(
+    coefficient: float, kl: float, num_samples: int, *, target: float, horizon: int
+) -> float:
+    """The next coefficient of a KL penalty that is steered to `target` nats.
+
+    beta (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon), Ziegler et al. 2019,
+    "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593, section 2.2.
+    """
+    if not target > 0:
+        raise ValueError(f"target must be positive, got {target}")
+    if horizon < num_samples:
+        raise ValueError(f"horizon must be at least num_samples ({num_samples}), got {horizon}")
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * num_samples / horizon)
+
+
 def _difference(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return (logprobs - reference_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 

@@ -50,7 +50,7 @@ def clip(
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip must be greater than 1 or None, got {dual_clip}")
-    log_ratio = _log_ratio(logprobs, old_logprobs)
+    log_ratio = log_ratio_of(logprobs, old_logprobs)
     loss, metrics = _clipped_surrogate(log_ratio.exp(), advantages, clip_low, clip_high)
     metrics["actor/ppo_kl"] = -log_ratio.detach()
     if dual_clip is not None:
@@ -80,8 +80,8 @@ def gspo(
 
     All tokens of a sequence must be in one call, as the learner's micro-batches have them.
     """
-    log_ratio = _log_ratio(logprobs, old_logprobs)
-    of_sequence = _sequence_mean(log_ratio.detach(), sequence_index)
+    log_ratio = log_ratio_of(logprobs, old_logprobs)
+    of_sequence = sequence_mean(log_ratio.detach(), sequence_index)
     ratio = (of_sequence + (logprobs - logprobs.detach())).exp()
     loss, metrics = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     return TokenLoss(loss, {**metrics, "actor/ppo_kl": -log_ratio.detach()})
@@ -103,7 +103,7 @@ def cispo(
     """
     if not ratio_max > 0:
         raise ValueError(f"ratio_max must be positive, got {ratio_max}")
-    log_ratio = _log_ratio(logprobs, old_logprobs).detach()
+    log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
     ratio = log_ratio.exp()
     metrics = {
         "actor/pg_clipfrac": ((ratio > ratio_max) & (advantages > 0)).to(ratio.dtype),
@@ -130,7 +130,7 @@ def sapo(
     for name, value in (("positive", temperature_positive), ("negative", temperature_negative)):
         if not value > 0:
             raise ValueError(f"temperature_{name} must be positive, got {value}")
-    log_ratio = _log_ratio(logprobs, old_logprobs)
+    log_ratio = log_ratio_of(logprobs, old_logprobs)
     temperature = torch.where(advantages > 0, temperature_positive, temperature_negative)
     gate = torch.sigmoid(temperature * (log_ratio.exp() - 1)) * 4 / temperature
     return TokenLoss(-gate * advantages, {"actor/ppo_kl": -log_ratio.detach()})
@@ -146,7 +146,7 @@ def reinforce(
 
     Unbiased only for tokens of the very policy being updated: one optimizer step per batch.
     """
-    metrics = {"actor/ppo_kl": -_log_ratio(logprobs, old_logprobs).detach()}
+    metrics = {"actor/ppo_kl": -log_ratio_of(logprobs, old_logprobs).detach()}
     return TokenLoss(-advantages * logprobs, metrics)
 
 
@@ -183,7 +183,7 @@ def _clipped_surrogate(
     return loss, {"actor/pg_clipfrac": (clipped > free).to(loss.dtype)}
 
 
-def _sequence_mean(values: Tensor, sequence_index: Tensor) -> Tensor:
+def sequence_mean(values: Tensor, sequence_index: Tensor) -> Tensor:
     """The mean over each token's sequence, at every token `[T]`; summed in float64."""
     _, place, counts = torch.unique(sequence_index, return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=torch.float64, device=values.device)
@@ -192,5 +192,6 @@ def _sequence_mean(values: Tensor, sequence_index: Tensor) -> Tensor:
     return means.to(values.dtype)
 
 
-def _log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """log r `[T]`, clamped to +-20."""
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -8,10 +8,14 @@ from recipes.algorithms.advantages import (
     dr_grpo_advantages,
     frac_reward_zero_std,
     grpo_advantages,
+    reinforce_pp_advantages,
     rloo_advantages,
+    teaching_groups,
+    whiten,
 )
 
-ALL = pytest.mark.parametrize("function", ADVANTAGES.values(), ids=list(ADVANTAGES))
+BY_GROUP = {name: ADVANTAGES[name] for name in ("grpo", "dr_grpo", "rloo")}
+ALL = pytest.mark.parametrize("function", BY_GROUP.values(), ids=list(BY_GROUP))
 
 
 def test_grpo_worked_by_hand():
@@ -48,7 +52,7 @@ def test_against_dense_forms(seed):
         "dr_grpo": centered,
         "rloo": matrix - others,
     }
-    for name, function in ADVANTAGES.items():
+    for name, function in BY_GROUP.items():
         np.testing.assert_allclose(
             function(rewards, groups), expected[name].ravel()[order], rtol=1e-5, atol=1e-6
         )
@@ -122,8 +126,72 @@ def test_an_empty_batch_is_empty(function):
     assert function([], np.zeros(0, int)).shape == (0,)
 
 
+def numpy_reinforce_pp(rewards, lengths, gamma):
+    """Token by token, backwards, then whitened."""
+    returns = []
+    for reward, length in zip(rewards, lengths, strict=True):
+        total, own = 0.0, []
+        for t in reversed(range(length)):
+            total = (reward if t == length - 1 else 0.0) + gamma * total
+            own.insert(0, total)
+        returns += own
+    return (returns - np.mean(returns)) / np.std(returns, ddof=1)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+def test_reinforce_pp_against_a_loop(gamma):
+    rng = np.random.default_rng(3)
+    rewards, lengths = rng.normal(size=8), rng.integers(0, 6, size=8)
+    groups = np.repeat(np.arange(4), 2)
+    advantages = reinforce_pp_advantages(rewards, groups, lengths, gamma=gamma)
+    assert advantages.dtype == np.float32 and advantages.shape == (lengths.sum(),)
+    expected = numpy_reinforce_pp(rewards, lengths, gamma)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+    centered = rewards - np.repeat(rewards.reshape(4, 2).mean(1), 2)
+    np.testing.assert_allclose(
+        reinforce_pp_advantages(rewards, groups, lengths, gamma=gamma, baseline=True),
+        numpy_reinforce_pp(centered, lengths, gamma), rtol=1e-5, atol=1e-6,
+    )  # fmt: skip
+
+
+def test_reinforce_pp_worked_by_hand():
+    """Rewards 1 and 0 on 1 and 3 tokens: mean 1/4, variance (9 + 3) / 16 / 3 = 1/4."""
+    advantages = reinforce_pp_advantages([1.0, 0.0], np.arange(2), np.array([1, 3]))
+    np.testing.assert_allclose(advantages, [1.5, -0.5, -0.5, -0.5], rtol=1e-6)
+
+
+def test_reinforce_pp_edges():
+    lengths, groups = np.array([2, 1, 1]), np.zeros(3, int)
+    missing = reinforce_pp_advantages([None, 1.0, 0.0], groups, lengths)
+    assert missing[:2].tolist() == [0, 0]
+    np.testing.assert_array_equal(
+        missing[2:], reinforce_pp_advantages([1.0, 0.0], groups[1:], lengths[1:])
+    )
+    assert not reinforce_pp_advantages([0.1] * 3, groups, lengths).any()
+    assert not reinforce_pp_advantages([None] * 3, groups, lengths).any()
+    assert reinforce_pp_advantages([], groups[:0], lengths[:0]).shape == (0,)
+    with pytest.raises(ValueError, match="needs lengths"):
+        reinforce_pp_advantages([1.0], groups[:1])
+    with pytest.raises(ValueError, match=r"lengths has shape \(2,\), but there are 3 rewards"):
+        reinforce_pp_advantages([1.0] * 3, groups, lengths[:2])
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 1.5"):
+        reinforce_pp_advantages([1.0] * 3, groups, lengths, gamma=1.5)
+    with pytest.raises(ValueError, match="sample 2 is alone in group 9"):
+        reinforce_pp_advantages([1.0, 0.0, 1.0], np.array([4, 4, 9]), lengths, baseline=True)
+
+
+def test_whitening():
+    """Mean 0 and std 1 over what is there; nothing is made of nothing."""
+    white = whiten(np.array([1.0, np.nan, 3.0, 5.0]))
+    np.testing.assert_allclose(white, [-1, 0, 0, 1], atol=1e-6)
+    for flat in ([], [2.0], [0.1] * 11, [np.nan] * 3):
+        assert not whiten(np.array(flat)).any()
+
+
 def test_zero_variance_groups_are_counted():
     """R5: equal, unscored and lone-scored groups teach nothing; the last one does."""
     rewards = [1.0, 1.0, None, None, 0.5, None, 0.0, 1.0]
+    kept = teaching_groups(rewards, np.repeat(np.arange(4), 2))
+    assert kept.tolist() == [False] * 6 + [True] * 2
     assert frac_reward_zero_std(rewards, np.repeat(np.arange(4), 2)) == 0.75
     assert frac_reward_zero_std([], np.zeros(0, int)) == 0.0
