@@ -89,6 +89,11 @@ class RolloutBatch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def token_versions(self) -> NDArray[np.int64]:
+        """The policy version that sampled each token `[total tokens]`; empty for demonstrations."""
+        return np.repeat(self.spans[:, 0], self.spans[:, 2] - self.spans[:, 1])
+
     def prompt(self, index: int) -> NDArray[np.int32]:
         """Token ids of prompt `index`."""
         return self.prompt_ids[self.prompt_offsets[index] : self.prompt_offsets[index + 1]]

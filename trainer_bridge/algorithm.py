@@ -1,4 +1,4 @@
-"""What the trainer needs to know of an algorithm: a loss per token, and a weight per token."""
+"""What the trainer needs to know of an algorithm: a loss, a weight, a correction per token."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLosses]
 TokenWeights = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 """Lengths of a minibatch's responses `[N]` -> weight of each of their tokens `[N]`."""
 
+Correction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(proximal_logprobs[T], behaviour_logprobs[T], sequence_index[T]) -> weight[T], no gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
@@ -37,11 +40,16 @@ class Algorithm:
 
     Weights are computed once over the minibatch, so micro-batches merely add up. Travels to the
     trainer by pickle: use module-level functions and `functools.partial`.
+
+    correction: if some tokens of a batch are of another version than the trainer's, their
+    old_logprobs are what the trainer's weights say before the step, and the loss of each token is
+    multiplied by this weight. None: old_logprobs are those sampled under, whatever the version.
     """
 
     name: str
     policy_loss: PolicyLoss
     token_weights: TokenWeights
+    correction: Correction | None = None
 
 
 def resolve_algorithm(algorithm: Algorithm | str) -> Algorithm:

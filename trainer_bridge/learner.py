@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +40,15 @@ class Publisher(Protocol):
         update: Callable[[int], None],
         validate: Callable[[], None] | None = None,
     ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What a loss reads beside the log-probs of the moment, fp32 `[total tokens]` each."""
+
+    advantages: NDArray[np.float32]
+    old_logprobs: NDArray[np.float32]
+    correction: NDArray[np.float32] | None = None
 
 
 class Learner:
@@ -86,15 +96,17 @@ class Learner:
 
         before_first_update: called once, when the first gradient is there and nothing has changed.
 
-        advantages fp32 `[N]`, one per rollout; None for losses that use none. Metrics carry the
-        names of the field: `actor/*`, `sampling/*` (of the first minibatch, before any update:
-        difference 0 and ratio 1 exactly when on-policy), `publication/*`, `timing_s/*`.
+        advantages fp32: one per rollout `[N]`, or one per token `[total tokens]`, rollouts end to
+        end; None for losses that use none. Metrics carry the names of the field: `actor/*`,
+        `sampling/*` (of the first minibatch, before any update: difference 0 and ratio 1 exactly
+        when on-policy), `correction/*` (if one was applied), `publication/*`, `timing_s/*`.
         """
         algorithm = resolve_algorithm(algorithm)
         self._before_update = before_first_update
-        per_rollout = _checked_advantages(batch, advantages)
         metrics = StepMetrics()
         started = time.perf_counter()
+        tokens = _Tokens(advantages_per_token(batch, advantages), batch.logprobs)
+        tokens = self._corrected(tokens, batch, algorithm, metrics)
         size = self._config.minibatch_size or max(len(batch), 1)
         first = True
         for _ in range(self._config.num_iterations):
@@ -102,7 +114,7 @@ class Learner:
                 rollouts = np.arange(start, min(start + size, len(batch)))
                 if not batch.lengths[rollouts].sum():
                     continue
-                self._minibatch(batch, rollouts, per_rollout, algorithm, metrics, first)
+                self._minibatch(batch, rollouts, tokens, algorithm, metrics, first)
                 first = False
         metrics.set("rollout/policy_version", float(self._gate.version))
         metrics.set("timing_s/train", time.perf_counter() - started)
@@ -129,7 +141,7 @@ class Learner:
         self,
         batch: RolloutBatch,
         rollouts: NDArray[np.int64],
-        advantages: NDArray[np.float32],
+        tokens: _Tokens,
         algorithm: Algorithm,
         metrics: StepMetrics,
         first: bool,
@@ -139,7 +151,7 @@ class Learner:
         self.optimizer.zero_grad()
         loss = 0.0
         for micro in micro_batches(batch, rollouts, self._config.micro_batch_tokens):
-            loss += self._accumulate(batch, micro, advantages, weights, algorithm, metrics, first)
+            loss += self._accumulate(batch, micro, tokens, weights, algorithm, metrics, first)
         metrics.mean("actor/pg_loss", loss)
         norm = self._gradient_norm()
         metrics.mean("actor/grad_norm", norm)
@@ -164,38 +176,66 @@ class Learner:
         self,
         batch: RolloutBatch,
         micro: MicroBatch,
-        advantages: NDArray[np.float32],
+        tokens: _Tokens,
         weights: NDArray[np.float32],
         algorithm: Algorithm,
         metrics: StepMetrics,
         first: bool,
     ) -> float:
         """Add the gradient of one micro-batch; returns its part of the minibatch's loss."""
-        device = next(self.model.parameters()).device
-
-        def column(values: NDArray[np.float32], index: NDArray[np.int64]) -> Tensor:
-            return torch.from_numpy(values[index]).to(device)
-
-        temperature = column(batch.temperatures, micro.rollout_index)
-        logprobs, entropy = score_micro_batch(self.model, micro, temperature, self._backend)
-        old_logprobs = column(batch.logprobs, micro.token_index)
+        column = self._column
+        logprobs, entropy = self._score(batch, micro)
         losses = algorithm.policy_loss(
             logprobs,
-            old_logprobs,
-            column(advantages, micro.rollout_index),
-            torch.from_numpy(micro.rollout_index).to(device),
+            column(tokens.old_logprobs, micro.token_index),
+            column(tokens.advantages, micro.token_index),
+            torch.from_numpy(micro.rollout_index).to(logprobs.device),
         )
         weight = column(weights, micro.rollout_index)
+        if tokens.correction is not None:
+            weight = weight * column(tokens.correction, micro.token_index)
         loss = (losses.loss * weight).sum()
         self._accelerator.backward(loss)
         metrics.mean_of("entropy", entropy.detach())
         for name, values in losses.metrics.items():
             metrics.mean_of(name, values)
         if first and batch.has_behaviour:
-            difference = logprobs.detach() - old_logprobs
+            difference = logprobs.detach() - column(batch.logprobs, micro.token_index)
             metrics.extremes("sampling/sampling_logp_difference", difference.abs())
             metrics.extremes("sampling/importance_sampling_ratio", difference.exp())
         return float(loss.detach())
+
+    def _corrected(
+        self, tokens: _Tokens, batch: RolloutBatch, algorithm: Algorithm, metrics: StepMetrics
+    ) -> _Tokens:
+        """With the trainer's own log-probs and a weight, if other versions sampled some tokens."""
+        if algorithm.correction is None or not batch.has_behaviour:
+            return tokens
+        older = batch.token_versions != self._gate.version
+        metrics.set("correction/corrected_tokens", float(older.sum()))
+        if not older.any():
+            return tokens
+        proximal, index = batch.logprobs.copy(), np.empty(batch.num_tokens, dtype=np.int64)
+        with torch.no_grad():
+            for micro in micro_batches(batch, range(len(batch)), self._config.micro_batch_tokens):
+                logprobs, _ = self._score(batch, micro)
+                proximal[micro.token_index] = logprobs.cpu().numpy()
+                index[micro.token_index] = micro.rollout_index
+            proximal[~older] = batch.logprobs[~older]  # so that their weight is 1 by itself
+            weight = algorithm.correction(
+                torch.from_numpy(proximal),
+                torch.from_numpy(batch.logprobs),
+                torch.from_numpy(index),
+            )
+        metrics.extremes("correction/weight", weight[torch.from_numpy(older)])
+        return _Tokens(tokens.advantages, proximal, weight.numpy())
+
+    def _score(self, batch: RolloutBatch, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        temperature = self._column(batch.temperatures, micro.rollout_index)
+        return score_micro_batch(self.model, micro, temperature, self._backend)
+
+    def _column(self, values: NDArray[np.float32], index: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values[index]).to(next(self.model.parameters()).device)
 
     def _gradient_norm(self) -> float:
         bound = self._config.max_grad_norm
@@ -205,23 +245,31 @@ class Learner:
         return float(norm)
 
 
-def _checked_advantages(
+def advantages_per_token(
     batch: RolloutBatch, advantages: NDArray[np.float32] | None
 ) -> NDArray[np.float32]:
+    """`[N]` or `[total tokens]` to `[total tokens]`, checked; None to zeros."""
     if advantages is None:
-        return np.zeros(len(batch), dtype=np.float32)
+        return np.zeros(batch.num_tokens, dtype=np.float32)
     values = np.asarray(advantages, dtype=np.float32)
-    if values.shape != (len(batch),):
+    if values.shape not in ((len(batch),), (batch.num_tokens,)):
         raise ValueError(
-            f"advantages have shape {values.shape}, the batch has {len(batch)} rollouts; "
-            "pass one number per rollout"
+            f"advantages have shape {values.shape}, the batch has {len(batch)} rollouts of "
+            f"{batch.num_tokens} tokens; pass one number per rollout or one per token"
         )
+    if len(batch) == batch.num_tokens and (batch.lengths == 0).any():
+        raise ValueError(
+            f"the batch has as many rollouts as tokens ({len(batch)}), some without any: one "
+            "advantage per rollout and one per token look alike. Drop the rollouts without tokens"
+        )
+    per_rollout = len(values) == len(batch)
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise ValueError(
-            f"the advantage of rollout {bad[0]} is {values[bad[0]]}; it must be finite"
+            f"the advantage of {'rollout' if per_rollout else 'token'} {bad[0]} is "
+            f"{values[bad[0]]}; it must be finite"
         )
-    return values
+    return np.repeat(values, batch.lengths) if per_rollout else values
 
 
 def _lr_factor(config: TrainerConfig) -> Callable[[int], float]:
