@@ -16,7 +16,7 @@ from rollout.engine import RolloutEngine
 from rollout.exactness import Exactness
 from rollout.open_batch import OpenBatch
 from rollout.policy import WeightsError
-from rollout.process_identity import ProcessIdentity
+from rollout.process_identity import ProcessIdentity, end_on_sigterm
 from rollout.transport import FinishedPrompts, PackedPrompts
 
 PART_S = 0.25
@@ -39,6 +39,7 @@ class RolloutActor:
     """
 
     def __init__(self, build_engine: Callable[[], RolloutEngine], num_threads: int) -> None:
+        end_on_sigterm()
         self._scheduler_thread = ThreadPoolExecutor(
             1, "scheduler", torch.set_num_threads, (num_threads,)
         )

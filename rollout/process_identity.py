@@ -1,8 +1,11 @@
-"""Which process on which host: so that a supervisor ends the one that is meant, or none."""
+"""Which process on which host: so that a supervisor ends the one that is meant, or none; and how
+an actor's process ends."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,18 @@ def boot_id() -> str:
 def pid_namespace() -> int:
     """Process numbers mean the same only within one."""
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM, by which Ray ends actors, ends this process at once, as SIGKILL would.
+
+    Ray's own handler raises SystemExit in whatever Python code the main thread is in; if that is a
+    callback of the garbage collector, an orderly end prints a traceback. Nothing here is left to be
+    put in order: memory and locks outlive a SIGKILL as well. For constructors of actors, which run
+    in the main thread; does nothing in another.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from rollout.process_identity import ProcessIdentity
+from rollout.process_identity import ProcessIdentity, end_on_sigterm
 from trainer_bridge.arena import WeightArena
 from trainer_bridge.gate_settings import GateSettings
 from trainer_bridge.layout import ArenaLayout
@@ -31,6 +31,7 @@ class MirrorActor:
     """
 
     def __init__(self, layout: ArenaLayout) -> None:
+        end_on_sigterm()
         self._arena = WeightArena.create(layout)
         self._gate = SharedGate.create(self._arena, settings=GateSettings(undo=False))
         self._doing = "waiting for the first weights"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rollout.engine_config import EngineConfig
 from rollout.exactness import Exactness, settle
 from rollout.model import Decoder, DecoderConfig, attention_for, load_weights, save_pretrained
-from rollout.process_identity import ProcessIdentity
+from rollout.process_identity import ProcessIdentity, end_on_sigterm
 from rollout.rollout_batch import RolloutBatch
 from rollout.tokenizer import Tokenizer
 from trainer_bridge.algorithm import Algorithm
@@ -72,6 +72,7 @@ class TrainerActor:
         checkpoint: str | None = None,
         attachment: Attachment | None = None,
     ) -> None:
+        end_on_sigterm()
         threads = config.num_threads or os.cpu_count() or 1
         self._trainer_thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (threads,))
         self._folder = model_folder

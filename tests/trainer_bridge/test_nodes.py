@@ -78,6 +78,10 @@ def process_id(run: Colocation, name: str) -> int:
     return ray.get(run.pool.members.serving[name].handle.__ray_call__.remote(lambda _: os.getpid()))
 
 
+def sigterm_handler(actor):
+    return ray.get(actor.__ray_call__.remote(lambda _: signal.getsignal(signal.SIGTERM)))
+
+
 def versions(batch) -> set[int]:
     return {span.version for rollout in batch for span in rollout.version_spans}
 
@@ -96,6 +100,14 @@ def test_every_process_reads_the_memory_of_its_node(run):
     assert echoes["mirror-1"] == echoes["rollout-1"]
     assert echoes["trainer"].memory != echoes["mirror-1"].memory
     assert echoes["trainer"].checksum == echoes["mirror-1"].checksum
+
+
+def test_sigterm_ends_every_kind_of_actor_without_a_word(run):
+    """Ray ends actors by it; with a handler in Python some of them print a traceback first."""
+    actors = [mirror(run), *(member.handle for member in run.pool.members.serving.values())]
+    for actor in actors:
+        assert sigterm_handler(actor) is signal.SIG_DFL
+    assert sigterm_handler(run.trainer._actor.handle) is signal.SIG_DFL
 
 
 def test_rollouts_of_two_nodes_are_those_of_one_process(run, tmp_path):
