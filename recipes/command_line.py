@@ -32,10 +32,11 @@ def parse_config(arguments: Sequence[str]) -> GrpoConfig:
     """`[--config FILE] [--field value ...]` to a checked configuration.
 
     The file defaults to configs/grpo_embedded.yaml; fields on the command line win over the file.
+    `--algorithm NAME` is short for `--algorithm.name NAME`.
     `--help` and `--print_config` print and raise SystemExit(0). ConfigError for a missing or
     unreadable file, an unknown field (naming the nearest one) and a value out of range.
     """
-    arguments = list(arguments)
+    arguments = _in_full(arguments)
     if not any(a == "--config" or a.startswith("--config=") for a in arguments):
         arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
     known = list(field_names(GrpoConfig))
@@ -80,6 +81,15 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--config", action="config", help="YAML file with any of these fields")
     parser.add_class_arguments(GrpoConfig)
     return parser
+
+
+def _in_full(arguments: Sequence[str]) -> list[str]:
+    return [
+        f"--algorithm.name{a.removeprefix('--algorithm')}"
+        if a == "--algorithm" or a.startswith("--algorithm=")
+        else a
+        for a in arguments
+    ]
 
 
 def _config_files(arguments: Sequence[str]) -> Iterator[Path]:

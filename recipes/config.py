@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from recipes.algorithms.aggregation import Aggregation
+
 
 @dataclass(frozen=True)
 class TaskConfig:
@@ -17,6 +19,7 @@ class TaskConfig:
     Args:
         name: embedded (a tiny character-level policy), chain_sum or basic_arithmetic (a chat
             model), or your own as module:function, called with this section and the seed
+        rewards: reward functions as module:function, instead of the task's own; their sum counts
         train_size: number of training prompts
         heldout_size: number of held-out prompts, never trained on
         min_terms: fewest numbers in an arithmetic question
@@ -26,6 +29,7 @@ class TaskConfig:
     """
 
     name: str = "embedded"
+    rewards: tuple[str, ...] | None = None
     train_size: int = 2000
     heldout_size: int = 100
     min_terms: int = 2
@@ -34,6 +38,8 @@ class TaskConfig:
     max_digits: int = 2
 
     def __post_init__(self) -> None:
+        if self.rewards is not None and not self.rewards:
+            raise ValueError("task.rewards must name at least one function, or be null")
         _at_least("task.train_size", self.train_size, 1)
         _at_least("task.heldout_size", self.heldout_size, 1)
         _at_least("task.min_terms", self.min_terms, 1)
@@ -108,32 +114,69 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What is done with the rewards.
+    """What is done with the rewards: a preset by name, and any part of it in exchange.
 
     Args:
-        name: grpo (group mean and std), dr_grpo (no std, constant length normaliser) or rloo
-            (leave-one-out baseline on whole sequences)
+        name: grpo (group mean and std), dr_grpo (no std, constant length normaliser), dapo (a
+            higher upper clip, dynamic sampling, overlong penalty), gspo (one ratio per sequence),
+            cispo (bounded weight, no clipping), sapo (smooth gate), rloo (leave-one-out baseline
+            on whole sequences) or reinforce_pp (no group baseline, whitened over the batch);
+            `--algorithm NAME` for short
+        advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or your own as
+            module:function, (rewards, group_index, lengths) -> one number per rollout or per token
+        policy_loss: clip, gspo, cispo, sapo, reinforce or your own as module:function, with the
+            signature of those in recipes/algorithms/policy_losses.py
+        aggregation: token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm
+        correction: for tokens of older weights than those trained on (rollout.overlap): decoupled,
+            tis, mis, sequence_rejection or your own as module:function; null to leave them to the
+            ratio of the loss
         clip_low: the ratio is clipped below 1 - clip_low
         clip_high: and above 1 + clip_high
-        dual_clip: for a negative advantage A the loss is at most -dual_clip * A; null for none
+        dual_clip: for a negative advantage A the loss of clip is at most -dual_clip * A
+        ratio_max: the ratio of cispo is at most this
+        dynamic_sampling: replace groups whose rewards are all equal by other prompts
+        max_sampling_rounds: how often, at most, one step samples for that; then it goes on with
+            the groups it has
+        overlong_share: the last share of max_tokens in which a completion loses reward, linearly,
+            up to overlong_factor at max_tokens; 0 for none
+        overlong_factor: see there
         mask_truncated: leave completions that ran into max_tokens out of the loss
     """
 
-    name: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    name: Literal[
+        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp"
+    ] = "grpo"
+    advantages: str | None = None
+    policy_loss: str | None = None
+    aggregation: Aggregation | None = None
+    correction: str | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
     dual_clip: float | None = None
+    ratio_max: float | None = None
+    dynamic_sampling: bool | None = None
+    max_sampling_rounds: int = 10
+    overlong_share: float | None = None
+    overlong_factor: float = 1.0
     mask_truncated: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low < 1:
+        if self.clip_low is not None and not 0 <= self.clip_low < 1:
             raise ValueError(f"algorithm.clip_low must lie in [0, 1), got {self.clip_low}")
-        if self.clip_high < 0:
+        if self.clip_high is not None and self.clip_high < 0:
             raise ValueError(f"algorithm.clip_high must be at least 0, got {self.clip_high}")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(
                 f"algorithm.dual_clip must be greater than 1 or null, got {self.dual_clip}"
             )
+        if self.ratio_max is not None:
+            _positive("algorithm.ratio_max", self.ratio_max)
+        _at_least("algorithm.max_sampling_rounds", self.max_sampling_rounds, 1)
+        if self.overlong_share is not None and not 0 <= self.overlong_share <= 1:
+            raise ValueError(
+                f"algorithm.overlong_share must lie in [0, 1], got {self.overlong_share}"
+            )
+        _at_least("algorithm.overlong_factor", self.overlong_factor, 0)
 
 
 @dataclass(frozen=True)

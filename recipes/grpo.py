@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from recipes.algorithms import ADVANTAGES, presets
+from recipes.algorithms import overlong_penalty, teaching_groups
+from recipes.algorithms.presets import Preset
 from recipes.checkpoints import Checkpoint, Checkpoints
 from recipes.command_line import ConfigError, parse_config
 from recipes.config import GrpoConfig
@@ -35,9 +37,10 @@ from recipes.evaluation import evaluate
 from recipes.metrics import MetricsLog
 from recipes.models import model_location
 from recipes.output import holds_run, prepare_output
+from recipes.plugins import configured_preset
 from recipes.progress import RunDisplay
 from recipes.report import RunRecord, write_report
-from recipes.rewards import score_completions, teaching_samples
+from recipes.rewards import RewardTable, score_completions, teaching_samples
 from recipes.sampled_step import SampledStep
 from recipes.sft import demonstration_batches, warm_start
 from recipes.step_metrics import (
@@ -54,6 +57,7 @@ from recipes.tasks.task import Demonstrates, Task, encode_prompt, prompt_text
 from rollout import EngineConfig, RolloutBatch, SamplingParams, TornWeights
 from trainer_bridge import Colocation, Placement, TrainerConfig, TrainerLost
 from trainer_bridge.algorithm import Algorithm
+from trainer_bridge.learner import advantages_per_token
 
 T = TypeVar("T")
 
@@ -80,11 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def run(config: GrpoConfig, output: Path, task: Task | None = None) -> int:
+def run(
+    config: GrpoConfig, output: Path, task: Task | None = None, preset: Preset | None = None
+) -> int:
     """Train as configured, writing everything under `output`. Returns the exit code.
 
-    `task` replaces the one the configuration names. An error passes through, after the report
-    has been written with its cause.
+    `task` and `preset`, the algorithm, replace those that the configuration names. An error passes
+    through, after the report has been written with its cause.
     """
     print(f"output: {output}")
     resuming = config.resume is not None and holds_run(output)
@@ -103,6 +109,7 @@ def run(config: GrpoConfig, output: Path, task: Task | None = None) -> int:
             record.restore(start)
         started = time.monotonic()
         try:
+            preset = preset or configured_preset(config.algorithm)
             task = task or load_task(config.task, config.seed)
             with Colocation(
                 model_location(config.model, output, config.seed),
@@ -116,7 +123,7 @@ def run(config: GrpoConfig, output: Path, task: Task | None = None) -> int:
                 heartbeat_timeout_s=config.rollout.heartbeat_timeout,
                 max_restarts=config.rollout.restarts,
             ) as colocation:
-                exit_code = train(config, task, colocation, metrics, record, checkpoints)
+                exit_code = train(config, preset, task, colocation, metrics, record, checkpoints)
         except BaseException as error:
             stopped = isinstance(error, Stopped)
             record.status = f"{'stopped' if stopped else 'failed'}: {sentence(error)}"
@@ -129,6 +136,7 @@ def run(config: GrpoConfig, output: Path, task: Task | None = None) -> int:
 
 def train(
     config: GrpoConfig,
+    preset: Preset,
     task: Task,
     colocation: Colocation,
     metrics: MetricsLog,
@@ -143,8 +151,8 @@ def train(
     # Starting Ray put its own SIGTERM handler in place; within the loop it is ours again.
     with stop_signals() as signals, RunDisplay(config.name, config.steps) as display:
         loop = partial(
-            train_to_the_end, config, task, colocation, metrics, record, checkpoints, signals,
-            display,
+            train_to_the_end, config, preset, task, colocation, metrics, record, checkpoints,
+            signals, display,
         )  # fmt: skip
         record.exactness = colocation.exactness
         try:
@@ -178,6 +186,7 @@ def train(
 
 def train_to_the_end(
     config: GrpoConfig,
+    preset: Preset,
     task: Task,
     colocation: Colocation,
     metrics: MetricsLog,
@@ -191,14 +200,8 @@ def train_to_the_end(
     What changes the weights, and what says so, is never parted by a signal. With
     `rollout.overlap` the rollouts of the following step are sampled on another thread.
     """
-    algorithm = presets.named(
-        config.algorithm.name,
-        clip_low=config.algorithm.clip_low,
-        clip_high=config.algorithm.clip_high,
-        dual_clip=config.algorithm.dual_clip,
-        max_completion_length=config.rollout.max_tokens,
-    )
-    cursor = PromptCursor(len(task.train), config.rollout.prompts_per_step, config.seed)
+    algorithm = preset.algorithm(config.rollout.max_tokens)
+    sample = partial(rollout_step, config, preset, task, colocation)
 
     if record.warm_start_done < config.warm_start.steps:
         batches = _demonstrations(config, task, colocation, record.warm_start_done)
@@ -240,36 +243,96 @@ def train_to_the_end(
 
         began = time.monotonic()
         if record.ahead is None:
-            record.ahead = rollout_step(config, task, colocation, cursor.rows(step), step + 1)
+            record.ahead = sample(record.prompts_drawn, step + 1)
         with signals.held():
             following = None
             if config.rollout.overlap and step + 1 < config.steps:
-                rows = cursor.rows(step + 1)
-                following = _beside(rollout_step, config, task, colocation, rows, step + 2)
+                following = _beside(sample, record.ahead.prompts_drawn, step + 2)
             shown = update_step(config, colocation, record.ahead, algorithm, record, following)
             shown["timing_s/wall"] = time.monotonic() - began
-            record.steps_done, record.ahead = step + 1, None
+            record.steps_done, record.prompts_drawn = step + 1, record.ahead.prompts_drawn
+            record.ahead = None
             metrics.log(step + 1, shown)
             if following is not None:
                 record.ahead = following.result()
 
 
 def rollout_step(
-    config: GrpoConfig, task: Task, colocation: Colocation, row_indices: list[int], step: int
+    config: GrpoConfig,
+    preset: Preset,
+    task: Task,
+    colocation: Colocation,
+    prompts_drawn: int,
+    step: int,
 ) -> SampledStep:
-    """Prompts to rollouts, rewards and advantages. Changes nothing: it may be done again."""
-    clock = StepClock()
+    """Prompts to rollouts, rewards and advantages. Changes nothing: it may be done again.
 
-    rows = [task.train[index] for index in row_indices]
+    With dynamic sampling in rounds: what a round brought of groups whose rewards differ is kept,
+    and the next one samples as many other prompts as are still missing.
+    """
+    clock = StepClock()
+    cursor = PromptCursor(len(task.train), config.seed)
+    dynamic, limit = preset.dynamic_sampling, config.algorithm.max_sampling_rounds
+    batches: list[RolloutBatch] = []
+    tables: list[RewardTable] = []
+    missing = config.rollout.prompts_per_step
+    while missing and len(batches) < (limit if dynamic else 1):
+        rows = [task.train[index] for index in cursor.rows(prompts_drawn, missing)]
+        prompts_drawn += missing
+        seed = sampling_seed(config.seed, step, len(batches))
+        batch, rewards = sample_and_score(config, task, colocation, rows, seed, clock)
+        batches.append(batch)
+        tables.append(rewards)
+        kept = teaching_groups(rewards.total, batch.prompt_index)
+        missing -= len(np.unique(batch.prompt_index[kept]))
+    batch, rewards = RolloutBatch.concat(batches), RewardTable.concat(tables)
+
+    penalty = _overlong(config, preset, batch)
+    shaped = [None if r is None else r + p for r, p in zip(rewards.total, penalty, strict=True)]
+    teaches = teaching_samples(batch.finish_reasons, config.algorithm.mask_truncated)
+    metrics = {
+        **reward_metrics(rewards, batch.prompt_index),
+        **completion_metrics(batch.lengths, batch.finish_reasons, clock.seconds("rollout")),
+        **engine_metrics(colocation.pool.get_stats()),
+        "rollout/sampling_rounds": float(len(batches)),
+        "rewards/overlong_penalty": float(penalty.mean()),
+    }
+    if dynamic:
+        kept = teaching_groups(rewards.total, batch.prompt_index)
+        if not kept.any():
+            raise RunError(
+                f"step {step}: in each of the {batch.num_prompts} groups sampled, all rewards were "
+                "equal; there is nothing to learn from (raise rollout.group_size, change the task, "
+                "or set algorithm.dynamic_sampling to false)"
+            )
+        index = np.flatnonzero(kept)
+        batch, shaped, teaches = batch.select(index), [shaped[i] for i in index], teaches[index]
+    advantages = preset.advantages(shaped, batch.prompt_index, batch.lengths)
+    clock.lap("advantage")
+    return SampledStep(
+        batch, advantages_per_token(batch, advantages), np.flatnonzero(teaches), prompts_drawn,
+        metrics, clock,
+    )  # fmt: skip
+
+
+def sample_and_score(
+    config: GrpoConfig,
+    task: Task,
+    colocation: Colocation,
+    rows: list[dict[str, Any]],
+    seed: int,
+    clock: StepClock,
+) -> tuple[RolloutBatch, RewardTable]:
+    """`group_size` completions of each row's prompt, and what they earn."""
     params = SamplingParams(
         n=config.rollout.group_size,
         temperature=config.rollout.temperature,
         max_tokens=config.rollout.max_tokens,
-        seed=sampling_seed(config.seed, step),
+        seed=seed,
     )
     prompts = [encode_prompt(colocation.tokenizer, row["prompt"]) for row in rows]
     batch = colocation.pool.run_batch(prompts, params)
-    rollout_seconds = clock.lap("rollout")
+    clock.lap("rollout")
 
     completions = [colocation.tokenizer.decode(batch.tokens(i).tolist()) for i in range(len(batch))]
     sample_rows = [rows[index] for index in batch.prompt_index]
@@ -281,20 +344,7 @@ def rollout_step(
         batch.finish_reasons,
     )
     clock.lap("reward")
-
-    advantages = ADVANTAGES[config.algorithm.name](
-        rewards.total, batch.prompt_index, batch.lengths
-    )
-    teaching = np.flatnonzero(
-        teaching_samples(batch.finish_reasons, config.algorithm.mask_truncated)
-    )
-    clock.lap("advantage")
-    metrics = {
-        **reward_metrics(rewards, batch.prompt_index),
-        **completion_metrics(batch.lengths, batch.finish_reasons, rollout_seconds),
-        **engine_metrics(colocation.pool.get_stats()),
-    }
-    return SampledStep(batch, advantages, teaching, metrics, clock)
+    return batch, rewards
 
 
 def update_step(
@@ -309,15 +359,15 @@ def update_step(
 
     following: rollouts that are sampled meanwhile; the weights change when they have ended.
     """
-    batch, teaching = sample.batch, sample.teaching
+    batch = sample.batch
     sample.clock.skip()
     stats: dict[str, float] = {}
     behind = versions_behind(batch, record.policy_version)
     rollouts_end = None if following is None else partial(wait, [following])
-    if len(teaching):
-        taught = batch if len(teaching) == len(batch) else batch.select(teaching)
+    if len(sample.teaching):
+        taught, advantages = sample.taught()
         stats = colocation.trainer.step(
-            taught, sample.advantages[teaching], algorithm, wait_for_rollouts=rollouts_end
+            taught, advantages, algorithm, wait_for_rollouts=rollouts_end
         )
         record.policy_version = int(stats["rollout/policy_version"])
     elif rollouts_end is not None:
@@ -328,6 +378,15 @@ def update_step(
     return {
         **sample.metrics, **stats, **version_metrics(batch), **behind, **sample.clock.metrics()
     }  # fmt: skip
+
+
+def _overlong(config: GrpoConfig, preset: Preset, batch: RolloutBatch) -> NDArray[np.float64]:
+    """What each rollout loses for its length, at most 0; all 0 without such a penalty."""
+    longest = config.rollout.max_tokens
+    buffer = round(preset.overlong_share * longest)
+    if not buffer:
+        return np.zeros(len(batch))
+    return overlong_penalty(batch.lengths, longest, buffer, config.algorithm.overlong_factor)
 
 
 def _trainer_config(config: GrpoConfig) -> TrainerConfig:

@@ -39,6 +39,7 @@ class RunRecord:
     checkpoint: Path | None = None
     warm_start_done: int = 0
     steps_done: int = 0
+    prompts_drawn: int = 0
     policy_version: int = 0
     ahead: SampledStep | None = None
     resumes: list[int] = field(default_factory=list)
@@ -50,6 +51,7 @@ class RunRecord:
         return {
             "records": len(self.history),
             "warm_start_done": self.warm_start_done,
+            "prompts_drawn": self.prompts_drawn,
             "resumes": self.resumes,
             "evaluations": [[step, asdict(e)] for step, e in self.evaluations],
         }
@@ -62,6 +64,7 @@ class RunRecord:
         self.policy_version = checkpoint.policy_version if checkpoint else 0
         self.ahead = SampledStep.load(checkpoint.folder) if checkpoint else None
         self.warm_start_done = state.get("warm_start_done", 0)
+        self.prompts_drawn = state.get("prompts_drawn", 0)
         self.resumes = [*state.get("resumes", []), self.steps_done]
         self.evaluations[:] = [
             (step, Evaluation.from_dict(values)) for step, values in state.get("evaluations", [])

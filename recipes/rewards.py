@@ -27,6 +27,14 @@ class RewardTable:
     total: list[float | None]
     columns: dict[str, NDArray[np.float64]]
 
+    @staticmethod
+    def concat(tables: Sequence[RewardTable]) -> RewardTable:
+        """Tables of the same functions end to end."""
+        return RewardTable(
+            [reward for table in tables for reward in table.total],
+            {name: np.concatenate([t.columns[name] for t in tables]) for name in tables[0].columns},
+        )
+
     def metrics(self) -> dict[str, float]:
         """`rewards/<function>/{mean,std}` over the samples each function scored."""
         values: dict[str, float] = {}

@@ -19,13 +19,24 @@ FILE = "sampled_ahead.pt"
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """teaching int64: the rollouts that the loss may use; advantages fp32 `[N]`."""
+    """advantages fp32 `[total tokens]`; teaching int64: the rollouts that the loss may use.
+    prompts_drawn: from the data, since the run began, this step's included."""
 
     batch: RolloutBatch
     advantages: NDArray[np.float32]
     teaching: NDArray[np.int64]
+    prompts_drawn: int
     metrics: dict[str, float]
     clock: StepClock
+
+    def taught(self) -> tuple[RolloutBatch, NDArray[np.float32]]:
+        """What goes to the trainer: the teaching rollouts and the advantages of their tokens."""
+        if len(self.teaching) == len(self.batch):
+            return self.batch, self.advantages
+        kept = np.zeros(len(self.batch), dtype=np.bool_)
+        kept[self.teaching] = True
+        of_token = np.repeat(kept, self.batch.lengths)
+        return self.batch.select(self.teaching), self.advantages[of_token]
 
     def save(self, folder: Path) -> None:
         """Into a checkpoint: what was sampled under older weights cannot be sampled again."""
@@ -36,6 +47,7 @@ class SampledStep:
             "batch": {name: _plain(value) for name, value in columns.items()},
             "advantages": torch.from_numpy(self.advantages),
             "teaching": torch.from_numpy(self.teaching),
+            "prompts_drawn": self.prompts_drawn,
             "metrics": self.metrics,
         }
         save_state(state, folder / FILE)
@@ -51,6 +63,7 @@ class SampledStep:
             RolloutBatch(**columns, extras={}),
             state["advantages"].numpy(),
             state["teaching"].numpy(),
+            state["prompts_drawn"],
             state["metrics"],
             StepClock(),
         )

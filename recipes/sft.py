@@ -30,7 +30,7 @@ def warm_start(
     Lazy: each step is taken when its metrics are asked for. Every step is a real update and
     raises the policy version.
     """
-    algorithm = presets.sft()
+    algorithm = presets.SFT
     for batch in batches:
         yield trainer.step(batch, None, algorithm)
 

@@ -21,11 +21,15 @@ class StepClock:
         self._started = self._last = time.monotonic()
         self._laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> float:
-        """End the lap `name`; returns its seconds."""
+    def lap(self, name: str) -> None:
+        """End the lap `name`, or one more of that name."""
         now = time.monotonic()
-        self._laps[name], self._last = now - self._last, now
-        return self._laps[name]
+        self._laps[name] = self.seconds(name) + now - self._last
+        self._last = now
+
+    def seconds(self, name: str) -> float:
+        """Of all laps of that name together."""
+        return self._laps.get(name, 0.0)
 
     def skip(self) -> None:
         """What passed since the last lap belongs to none and does not count."""

@@ -59,9 +59,5 @@ def resolve_algorithm(algorithm: Algorithm | str) -> Algorithm:
     """
     if isinstance(algorithm, Algorithm):
         return algorithm
-    presets = importlib.import_module(PRESETS_MODULE)
-    preset = getattr(presets, algorithm, None)
-    made = preset() if callable(preset) else None
-    if not isinstance(made, Algorithm):
-        raise ValueError(f"unknown algorithm {algorithm!r}: no such preset in {PRESETS_MODULE}")
-    return made
+    preset: Algorithm = importlib.import_module(PRESETS_MODULE).algorithm(algorithm)
+    return preset

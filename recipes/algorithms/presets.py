@@ -1,93 +1,114 @@
-"""Algorithms by one name: a policy loss and the weight of its tokens.
+"""Algorithms by one name: each is a row of `PRESETS`, and each part of a row may be exchanged.
 
-A preset says what the *trainer* does with advantages; the advantage of the same name is in
-`advantages.ADVANTAGES`. Presets hold module-level functions only, so they travel to the trainer
-actor by pickle.
+    rewards --advantages--> [N] or [T] --policy_loss, correction--> [T] --aggregation--> one number
+
+`advantages` runs in the recipe; `Preset.algorithm()` is what travels to the trainer by pickle, so
+losses and corrections are module-level functions or `functools.partial` of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from recipes.algorithms.aggregation import Aggregation, token_weights
-from recipes.algorithms.policy_losses import clip
+from recipes.algorithms.advantages import (
+    AdvantageFunction,
+    dr_grpo_advantages,
+    grpo_advantages,
+    reinforce_pp_advantages,
+    rloo_advantages,
+)
+from recipes.algorithms.aggregation import token_weights
+from recipes.algorithms.policy_losses import TokenLoss, cispo, clip, gspo, sapo
 from recipes.algorithms.policy_losses import sft as sft_loss
-from trainer_bridge.algorithm import Algorithm
+from trainer_bridge.algorithm import Algorithm, Correction
 
 
-def grpo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    aggregation: Aggregation = "token_mean",
-) -> Algorithm:
-    """Clipped surrogate over group-relative advantages. Shao et al. 2024, arXiv:2402.03300.
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One algorithm, whole. `dataclasses.replace` changes a part.
 
-    Every token weighs alike, the default here; `seq_mean_token_mean` is the paper's own form.
+    aggregation: a mode of `token_weights`. dynamic_sampling: groups whose rewards are all equal are
+    replaced by others. overlong_share: the last share of the longest completion in which
+    `overlong_penalty` takes hold; 0 for no such penalty.
     """
-    loss = partial(clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return Algorithm("grpo", loss, partial(token_weights, mode=aggregation))
 
+    name: str
+    advantages: AdvantageFunction
+    policy_loss: Callable[..., TokenLoss]
+    aggregation: str
+    correction: Correction | None = None
+    dynamic_sampling: bool = False
+    overlong_share: float = 0.0
 
-def dr_grpo(
-    *,
-    max_completion_length: int = 512,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-) -> Algorithm:
-    """GRPO without its two biases: no std in the advantage, a constant length normaliser.
+    def with_loss_options(self, **options: float) -> Preset:
+        """The same with keyword options of its loss. ValueError for one that the loss has not."""
+        known = _keywords(self.policy_loss)
+        for name in options:
+            if name not in known:
+                raise ValueError(
+                    f"the policy loss of {self.name} has no option {name}; "
+                    f"it has {', '.join(known) or 'none'}"
+                )
+        if not options:
+            return self
+        return dataclasses.replace(self, policy_loss=partial(self.policy_loss, **options))
 
-    `max_completion_length` is the run's `max_tokens`. Liu et al. 2025, arXiv:2503.20783.
-    """
-    loss = partial(clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    weights = partial(
-        token_weights,
-        mode="seq_mean_token_sum_norm",
-        max_completion_length=max_completion_length,
-    )
-    return Algorithm("dr_grpo", loss, weights)
-
-
-def rloo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-) -> Algorithm:
-    """Leave-one-out advantages on whole sequences. Ahmadian et al. 2024, arXiv:2402.14740.
-
-    The gradient on-policy is that of -A logprob(sequence), as in the paper: the clipped ratio is
-    exactly 1 there. The ratio is kept so that several optimizer steps per batch stay sound.
-    """
-    loss = partial(clip, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return Algorithm("rloo", loss, partial(token_weights, mode="seq_mean_token_sum"))
-
-
-def sft() -> Algorithm:
-    """Maximum likelihood of demonstrations, every token alike."""
-    return Algorithm("sft", sft_loss, partial(token_weights, mode="token_mean"))
-
-
-def named(
-    name: str,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    max_completion_length: int,
-) -> Algorithm:
-    """The reinforcement-learning preset a configuration names. ValueError for another name."""
-    if name == "grpo":
-        return grpo(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    if name == "rloo":
-        return rloo(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    if name == "dr_grpo":
-        return dr_grpo(
-            max_completion_length=max_completion_length,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
+    def algorithm(self, max_completion_length: int = 512) -> Algorithm:
+        """The trainer's part. max_completion_length: the run's `max_tokens`, which only
+        `seq_mean_token_sum_norm` reads."""
+        weights = partial(
+            token_weights, mode=self.aggregation, max_completion_length=max_completion_length
         )
-    raise ValueError(f"algorithm must be grpo, dr_grpo or rloo, got {name!r}")
+        return Algorithm(self.name, self.policy_loss, weights, self.correction)
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        # Shao et al. 2024, arXiv:2402.03300; `seq_mean_token_mean` is the paper's own aggregation.
+        Preset("grpo", grpo_advantages, clip, "token_mean"),
+        # Liu et al. 2025, arXiv:2503.20783: neither std nor length in a denominator.
+        Preset("dr_grpo", dr_grpo_advantages, clip, "seq_mean_token_sum_norm"),
+        # Yu et al. 2025, arXiv:2503.14476; buffer 4,096 of 20,480 tokens.
+        Preset(
+            "dapo",
+            grpo_advantages,
+            partial(clip, clip_low=0.2, clip_high=0.28),
+            "token_mean",
+            dynamic_sampling=True,
+            overlong_share=0.2,
+        ),
+        # Zheng et al. 2025, arXiv:2507.18071.
+        Preset("gspo", grpo_advantages, gspo, "seq_mean_token_mean"),
+        # MiniMax 2025, arXiv:2506.13585.
+        Preset("cispo", grpo_advantages, cispo, "token_mean"),
+        # Gao et al. 2025, arXiv:2511.20347.
+        Preset("sapo", grpo_advantages, sapo, "seq_mean_token_mean"),
+        # Ahmadian et al. 2024, arXiv:2402.14740: the gradient of the sequence's log-prob. The ratio
+        # is exactly 1 on-policy; it keeps several optimizer steps per batch sound.
+        Preset("rloo", rloo_advantages, clip, "seq_mean_token_sum"),
+        # Hu et al. 2025, arXiv:2501.03262.
+        Preset("reinforce_pp", reinforce_pp_advantages, clip, "token_mean"),
+    )
+}
+
+SFT = Algorithm("sft", sft_loss, partial(token_weights, mode="token_mean"))
+"""Maximum likelihood of demonstrations, every token alike."""
+
+
+def algorithm(name: str) -> Algorithm:
+    """The trainer's part of a preset, or `sft`. ValueError naming the presets for another name."""
+    if name == SFT.name:
+        return SFT
+    if name not in PRESETS:
+        raise ValueError(f"algorithm must be one of {', '.join(PRESETS)} or sft, got {name!r}")
+    return PRESETS[name].algorithm()
+
+
+def _keywords(function: Callable[..., object]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-
 from recipes.config import TaskConfig
-from recipes.errors import RunError, sentence
-from recipes.tasks.task import Task, assert_disjoint
+from recipes.errors import RunError
+from recipes.plugins import named_function
+from recipes.tasks.task import Task, assert_disjoint, with_rewards
 
 BUILT_IN = {
     "embedded": "recipes.tasks.embedded:load",
@@ -24,19 +22,14 @@ def load_task(config: TaskConfig, seed: int) -> Task:
     package of it is missing.
     """
     location = BUILT_IN.get(config.name, config.name)
-    module_name, _, function_name = location.partition(":")
-    if not function_name:
+    if ":" not in location:
         raise RunError(
             f"task.name must be one of {', '.join(BUILT_IN)} or module:function, "
             f"got {config.name!r}"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise RunError(f"task {config.name!r} cannot be imported: {sentence(error)}") from error
-    loader: Callable[[TaskConfig, int], Task] | None = getattr(module, function_name, None)
-    if loader is None:
-        raise RunError(f"task {config.name!r}: {module_name} has no function {function_name!r}")
-    task = loader(config, seed)
+    task: Task = named_function("task.name", location, {})(config, seed)
     assert_disjoint(task)
-    return task
+    if config.rewards is None:
+        return task
+    rewards = {name: named_function("task.rewards", name, {}) for name in config.rewards}
+    return with_rewards(task, {name.rpartition(":")[2]: f for name, f in rewards.items()})

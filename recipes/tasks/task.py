@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from datasets import Dataset
 
@@ -61,6 +62,14 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
+
+
+def with_rewards(task: Task, rewards: Mapping[str, RewardFunction]) -> Task:
+    """The same prompts, and demonstrations if it has any, with other reward functions."""
+    fields: dict[str, Any] = {"name": task.name, "train": task.train, "heldout": task.heldout}
+    if isinstance(task, Demonstrates):
+        fields["demonstrations"] = task.demonstrations
+    return cast(Task, SimpleNamespace(**fields, rewards=rewards))
 
 
 def assert_disjoint(task: Task) -> None:

@@ -1,5 +1,7 @@
 """Numbers of a step from its batch and its engines."""
 
+import time
+
 import numpy as np
 
 from recipes.step_metrics import StepClock, engine_metrics, version_metrics
@@ -35,7 +37,11 @@ def test_engine_counters_are_added_up():
 
 def test_laps_add_up_to_the_step():
     clock = StepClock()
-    laps = [clock.lap("rollout"), clock.lap("update")]
+    for name in ("rollout", "reward", "rollout", "update"):
+        time.sleep(0.001)
+        clock.lap(name)
+    laps = [clock.seconds(name) for name in ("rollout", "reward", "update")]
+    assert laps[0] > 0.002 and min(laps) > 0.001
     metrics = clock.metrics()
     assert metrics["timing_s/rollout"] == laps[0]
     np.testing.assert_allclose(metrics["timing_s/step"], sum(laps))

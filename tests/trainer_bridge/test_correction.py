@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 def corrected(correction) -> Algorithm:
-    return dataclasses.replace(presets.grpo(), correction=correction)
+    return dataclasses.replace(presets.algorithm("grpo"), correction=correction)
 
 
 def gradients(model) -> list[torch.Tensor]:

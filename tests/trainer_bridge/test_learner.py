@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,10 @@ from trainer_bridge import Algorithm, TrainerConfig, resolve_algorithm, score
 from trainer_bridge.arena import ArenaLayout, WeightArena
 from trainer_bridge.learner import Learner
 from trainer_bridge.publication import GateSettings, SharedGate
+
+PER_SEQUENCE = dataclasses.replace(
+    presets.PRESETS["grpo"], aggregation="seq_mean_token_mean"
+).algorithm()
 
 
 class Bench:
@@ -228,7 +233,7 @@ def test_algorithms_by_name_and_by_value():
     assert resolve_algorithm("grpo").name == "grpo"
     own = Algorithm("mine", clip, partial(token_weights, mode="token_mean"))
     assert resolve_algorithm(own) is own
-    assert resolve_algorithm(presets.sft()).name == "sft"
+    assert resolve_algorithm(presets.SFT).name == "sft"
     for name in ("nonsense", "clip", "Algorithm"):
         with pytest.raises((ValueError, TypeError)):
             resolve_algorithm(name)
@@ -278,10 +283,10 @@ def test_a_clipped_update_is_that_of_plain_torch():
 @pytest.mark.parametrize(
     ("algorithm", "weigh"),
     [
-        (presets.grpo(), lambda n: 1 / n.sum()),
-        (presets.grpo(aggregation="seq_mean_token_mean"), lambda n: 1 / (len(n) * n)),
-        (presets.rloo(), lambda n: 1 / len(n)),
-        (presets.dr_grpo(max_completion_length=12), lambda n: 1 / (len(n) * 12)),
+        (presets.algorithm("grpo"), lambda n: 1 / n.sum()),
+        (PER_SEQUENCE, lambda n: 1 / (len(n) * n)),
+        (presets.algorithm("rloo"), lambda n: 1 / len(n)),
+        (presets.PRESETS["dr_grpo"].algorithm(12), lambda n: 1 / (len(n) * 12)),
     ],
 )
 def test_loss_is_the_weighted_sum_over_the_minibatch(algorithm, weigh):
@@ -419,10 +424,10 @@ def test_a_rejected_rollout_moves_no_gradient():
     with_bad = RolloutBatch.from_rollouts(found)
     without = with_bad.select([*range(4), *range(8, 12)])
     advantages = advantages_for(with_bad)
-    bench.learner.step(with_bad, advantages, presets.grpo(aggregation="seq_mean_token_mean"))
+    bench.learner.step(with_bad, advantages, PER_SEQUENCE)
     other.learner.step(
         without, np.delete(advantages, range(4, 8)),
-        presets.grpo(aggregation="seq_mean_token_mean"),
+        PER_SEQUENCE,
     )
     assert same(bench.weights(), other.weights())
     assert not same(bench.weights(), list(tiny_model().parameters()))
