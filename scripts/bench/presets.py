@@ -2,9 +2,9 @@
 
     python -m scripts.bench.presets [--seeds 3] [--algorithms dapo gspo] [--field value ...]
 
-Each run is `python -m recipes.grpo` with its own process, actors and folder, one after another; equal
-seeds start from the same warm-started policy and meet the same prompts. Prints one JSON line per run and
-then a table; fields of the recipe pass through.
+Each run is `python -m recipes.grpo` with its own process, actors and folder, one after another;
+equal seeds start from the same warm-started policy and meet the same prompts. Prints one JSON line
+per run and then a table; fields of the recipe pass through.
 """
 
 from __future__ import annotations
