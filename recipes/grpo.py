@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from recipes.alarms import Alarms
 from recipes.algorithms import overlong_penalty, teaching_groups
 from recipes.algorithms.presets import Preset
 from recipes.checkpoints import Checkpoint, Checkpoints
@@ -202,6 +203,8 @@ def train_to_the_end(
     """
     algorithm = preset.algorithm(config.rollout.max_tokens)
     sample = partial(rollout_step, config, preset, task, colocation)
+    exact = all(exactness.on for exactness in record.exactness.values())
+    alarms = Alarms(on_policy=exact and not config.rollout.overlap)
 
     if record.warm_start_done < config.warm_start.steps:
         batches = _demonstrations(config, task, colocation, record.warm_start_done)
@@ -253,6 +256,8 @@ def train_to_the_end(
             record.steps_done, record.prompts_drawn = step + 1, record.ahead.prompts_drawn
             record.ahead = None
             metrics.log(step + 1, shown)
+            for alarm in alarms.check(step + 1, shown):
+                display.note(alarm)
             if following is not None:
                 record.ahead = following.result()
 
