@@ -1,8 +1,13 @@
-"""The run's own account: report.md and curves.png."""
+"""The run's own account: report.md and curves.png.
+
+    python -m recipes.report RUN [RUN ...] [--picture comparison.png]      runs side by side
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +17,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from recipes.checkpoints import Checkpoint
+from recipes.comparison import compare
 from recipes.config import GrpoConfig
+from recipes.errors import RunError
 from recipes.evaluation import Evaluation
 from recipes.progress import format_duration
 from recipes.promises import PromiseCheck, check_exactness, check_promises, check_weights
@@ -238,3 +245,24 @@ def _mebibytes(size: int | None) -> str:
 def _cell(text: str, limit: int = 120) -> str:
     flat = " ".join(text.replace("|", "\\|").split())
     return f"`{flat[:limit]}`" if flat else "(empty)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a table of the runs and draws their curves; 1 if a folder holds no run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.report", description="Compare runs: a table and their curves."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
+    parser.add_argument("--picture", type=Path, default=Path("comparison.png"))
+    options = parser.parse_args(arguments)
+    try:
+        print(compare(options.runs, options.picture))
+    except (RunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\ncurves: {options.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
