@@ -21,6 +21,10 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_embedded.yaml"
 _WRONG_TYPE = re.compile(
     r'Parser key "(.+?)": Expected an? (?:typing\.)?(.+?)\. Got value: (.+)', re.DOTALL
 )
+_WRONG_OR_NULL = re.compile(
+    r'Parser key "(.+?)": .* Errors: - Expected an? (?:typing\.)?(.+?)(?:\. Got value.*?)? '
+    r"- Expected a NoneType.* Given value: (.+)"
+)
 _OPTIONS_BESIDE_FIELDS = ("config", "help", "print_config")
 
 
@@ -142,4 +146,9 @@ def _check_name(name: str, known: Sequence[str], where: str, option: bool = Fals
 def _one_sentence(error: Exception) -> str:
     text = " ".join(str(error).replace("<class '", "").replace("'>", "").split())
     wrong_type = _WRONG_TYPE.fullmatch(text)
-    return "{}: expected {}, got {}".format(*wrong_type.groups()) if wrong_type else text
+    if wrong_type:
+        return "{}: expected {}, got {}".format(*wrong_type.groups())
+    wrong_or_null = _WRONG_OR_NULL.fullmatch(text)
+    if wrong_or_null:
+        return "{}: expected {} or null, got {}".format(*wrong_or_null.groups())
+    return text

@@ -38,8 +38,13 @@ class TaskConfig:
     max_digits: int = 2
 
     def __post_init__(self) -> None:
-        if self.rewards is not None and not self.rewards:
-            raise ValueError("task.rewards must name at least one function, or be null")
+        if self.rewards is not None and (
+            not self.rewards or len(set(self.rewards)) < len(self.rewards)
+        ):
+            raise ValueError(
+                "task.rewards must name at least one function, each once, or be null; "
+                f"got {list(self.rewards)}"
+            )
         _at_least("task.train_size", self.train_size, 1)
         _at_least("task.heldout_size", self.heldout_size, 1)
         _at_least("task.min_terms", self.min_terms, 1)

@@ -138,7 +138,9 @@ class RolloutBatch:
 
     @staticmethod
     def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Batches end to end; prompt indices are counted on."""
+        """Batches end to end; prompt indices are counted on. One batch is returned as it is."""
+        if len(batches) == 1:
+            return batches[0]
         rollouts, prompts = [], 0
         for batch in batches:
             for rollout in batch:

@@ -31,5 +31,7 @@ def load_task(config: TaskConfig, seed: int) -> Task:
     assert_disjoint(task)
     if config.rewards is None:
         return task
-    rewards = {name: named_function("task.rewards", name, {}) for name in config.rewards}
-    return with_rewards(task, {name.rpartition(":")[2]: f for name, f in rewards.items()})
+    short = [location.rpartition(":")[2] for location in config.rewards]
+    names = short if len(set(short)) == len(short) else config.rewards  # none hides another
+    functions = [named_function("task.rewards", location, {}) for location in config.rewards]
+    return with_rewards(task, dict(zip(names, functions, strict=True)))

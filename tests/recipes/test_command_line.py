@@ -50,7 +50,14 @@ def test_command_line_wins_over_file(tmp_path):
 
 
 def test_written_configuration_gives_the_same_run(tmp_path):
-    config = parse_config(["--algorithm.dual_clip", "3", "--optimizer.minibatch_size", "32"])
+    config = parse_config(
+        [
+            "--algorithm=dapo", "--algorithm.dual_clip", "3", "--optimizer.minibatch_size", "32",
+            '--task.rewards=["a:b", "c:d"]', "--algorithm.policy_loss", "my.module:loss",
+        ]
+    )  # fmt: skip
+    assert config.algorithm.name == parse_config(["--algorithm", "dapo"]).algorithm.name == "dapo"
+    assert config.task.rewards == ("a:b", "c:d")
     write_config(config, tmp_path / "config.yaml")
     assert parse_config(["--config", str(tmp_path / "config.yaml")]) == config
 
@@ -82,6 +89,8 @@ def test_help_explains_every_field(capsys):
         (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be a positive number"),
         (["--optimizer.learning_rate", ".nan"], "learning_rate must be a positive number, got nan"),
         (["--algorithm.name", "ppo"], r"algorithm.name: expected Literal\['grpo'.*, got ppo"),
+        (["--algorithm.aggregation", "mean"], r"Literal\['token_mean', .*\] or null, got mean$"),
+        (["--algorithm.dual_clip", "x"], "^algorithm.dual_clip: expected float or null, got x$"),
         (["--algorithm.dual_clip", "0.5"], "algorithm.dual_clip must be greater than 1"),
         (["--task.name", "chain_sum"], "model embedded knows only the characters"),
         (["--name", "a/b"], "name must be a plain folder name, got 'a/b'"),

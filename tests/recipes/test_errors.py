@@ -1,5 +1,7 @@
 """Errors as one sentence, the folder of a run, and the sources of first weights (F6)."""
 
+import cmath
+import math
 import signal
 
 import pytest
@@ -106,3 +108,14 @@ def test_signals_end_the_run_through_its_own_code(number, code):
     assert second.value.exit_code == code
     assert isinstance(second.value, KeyboardInterrupt)
     assert signal.getsignal(number) is before
+
+
+def test_reward_functions_of_one_name_do_not_hide_each_other():
+    """Alone, each goes by its short name; beside its namesake by where it is."""
+    one, other = "math:exp", "cmath:exp"
+    assert list(load_task(TaskConfig(rewards=(one, "math:sin")), 0).rewards) == ["exp", "sin"]
+    both = load_task(TaskConfig(rewards=(one, other)), 0).rewards
+    assert both == {one: math.exp, other: cmath.exp}
+    for wrong in ((), (one, one)):
+        with pytest.raises(ValueError, match="at least one function, each once"):
+            TaskConfig(rewards=wrong)

@@ -56,6 +56,7 @@ def test_concat_counts_prompts_on(first, second):
     joined = RolloutBatch.concat(batches)
     assert [r.token_ids for r in joined] == [r.token_ids for r in first + second]
     assert joined.num_prompts == batches[0].num_prompts + batches[1].num_prompts
+    assert RolloutBatch.concat(batches[:1]) is batches[0]
 
 
 def test_select_keeps_order_and_drops_unused_prompts():
