@@ -58,7 +58,7 @@ from recipes.tasks.task import Demonstrates, Task, encode_prompt, prompt_text
 from rollout import EngineConfig, RolloutBatch, SamplingParams, TornWeights
 from trainer_bridge import Colocation, Placement, TrainerConfig, TrainerLost
 from trainer_bridge.algorithm import Algorithm
-from trainer_bridge.learner import advantages_per_token
+from trainer_bridge.token_columns import advantages_per_token
 
 T = TypeVar("T")
 

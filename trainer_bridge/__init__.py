@@ -7,15 +7,18 @@ from trainer_bridge.placement import Placement
 from trainer_bridge.proof import Proof, prove
 from trainer_bridge.receipt import PublicationReceipt, WeightsEcho
 from trainer_bridge.scoring import score
-from trainer_bridge.trainer_config import TrainerConfig
+from trainer_bridge.token_columns import TokenColumns
+from trainer_bridge.trainer_config import CriticConfig, TrainerConfig
 from trainer_bridge.trainer_handle import TrainerLost
 
 __all__ = [
     "Algorithm",
     "Colocation",
+    "CriticConfig",
     "Placement",
     "Proof",
     "PublicationReceipt",
+    "TokenColumns",
     "TrainerConfig",
     "TrainerLost",
     "WeightsDiffer",

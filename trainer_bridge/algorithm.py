@@ -30,6 +30,12 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLosses]
 TokenWeights = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 """Lengths of a minibatch's responses `[N]` -> weight of each of their tokens `[N]`."""
 
+ReferencePenalty = Callable[[Tensor, Tensor], TokenLosses]
+"""(logprobs[T], reference_logprobs[T]) -> what is added to the policy's loss, per token."""
+
+ValueLoss = Callable[[Tensor, Tensor, Tensor], TokenLosses]
+"""(values[T], old_values[T], returns[T]) -> the critic's loss per token."""
+
 Correction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(proximal_logprobs[T], behaviour_logprobs[T], sequence_index[T]) -> weight[T], no gradient."""
 
@@ -44,12 +50,20 @@ class Algorithm:
     correction: if some tokens of a batch are of another version than the trainer's, their
     old_logprobs are what the trainer's weights say before the step, and the loss of each token is
     multiplied by this weight. None: old_logprobs are those sampled under, whatever the version.
+    reference_penalty: added to the policy loss of each token (`TrainerConfig.reference`).
+    entropy_coefficient: times the entropy of each token's distribution, taken off its loss.
+
+    value_loss: the critic's (`TrainerConfig.critic`); the mean over the tokens of a minibatch.
+    policy_loss None trains the critic alone: nothing is published.
     """
 
     name: str
-    policy_loss: PolicyLoss
+    policy_loss: PolicyLoss | None
     token_weights: TokenWeights
     correction: Correction | None = None
+    reference_penalty: ReferencePenalty | None = None
+    entropy_coefficient: float = 0.0
+    value_loss: ValueLoss | None = None
 
 
 def resolve_algorithm(algorithm: Algorithm | str) -> Algorithm:

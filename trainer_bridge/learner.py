@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +19,13 @@ from attention import AttentionBackend
 from rollout.model import Decoder, attention_for
 from rollout.rollout_batch import RolloutBatch
 from trainer_bridge.algorithm import Algorithm, resolve_algorithm
+from trainer_bridge.critic import Critic
+from trainer_bridge.losses import LossTokens, column, policy_loss, value_loss
 from trainer_bridge.metrics import StepMetrics
 from trainer_bridge.receipt import PublicationReceipt
-from trainer_bridge.scoring import score_micro_batch
+from trainer_bridge.reference import ReferencePolicy
+from trainer_bridge.scoring import hidden_rows, score_hidden
+from trainer_bridge.token_columns import TokenColumns, advantages_per_token
 from trainer_bridge.trainer_config import TrainerConfig
 from trainer_bridge.trajectory import MicroBatch, micro_batches
 
@@ -42,20 +46,12 @@ class Publisher(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What a loss reads beside the log-probs of the moment, fp32 `[total tokens]` each."""
-
-    advantages: NDArray[np.float32]
-    old_logprobs: NDArray[np.float32]
-    correction: NDArray[np.float32] | None = None
-
-
 class Learner:
     """Owns the optimizer. Mutates the model's parameters in place, only inside `gate.write`.
 
     Everything that can fail does so before the gate closes: forward, backward, clipping and the
-    check that the gradient is finite.
+    check that the gradient is finite. Critic and reference policy, if the configuration asks for
+    them, are the learner's own: nobody else reads them.
     """
 
     def __init__(
@@ -77,35 +73,71 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _lr_factor(config))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, config.learning_rate_factor)
         self.model, self.optimizer, self._schedule = self._accelerator.prepare(
             model, optimizer, schedule
         )
         self.updates = 0
         self._before_update: Callable[[], None] | None = None
-        self._initial_state = copy.deepcopy(self.state_dict())
+        self._initial_state = copy.deepcopy(self._optimizer_state())
+        self.critic = Critic(model, config.critic, self._backend) if config.critic else None
+        self.reference = ReferencePolicy(model, self._backend) if config.reference else None
+
+    @torch.no_grad()
+    def score_tokens(self, batch: RolloutBatch) -> TokenColumns:
+        """What critic and reference policy say of the batch's tokens; None of one there is not."""
+        columns = {
+            name: np.zeros(batch.num_tokens, dtype=np.float32)
+            for name, judge in (("reference_logprobs", self.reference), ("values", self.critic))
+            if judge is not None
+        }
+        if columns:
+            for micro in micro_batches(batch, range(len(batch)), self._config.micro_batch_tokens):
+                if self.reference is not None:
+                    temperature = self._column(batch.temperatures, micro.rollout_index)
+                    scores = self.reference.logprobs(micro, temperature)
+                    columns["reference_logprobs"][micro.token_index] = scores.cpu().numpy()
+                if self.critic is not None:
+                    hidden = None
+                    if self.critic.shares_trunk:
+                        hidden = hidden_rows(self.model, micro, self._backend)
+                    values = self.critic.values(micro, hidden)
+                    columns["values"][micro.token_index] = values.cpu().numpy()
+        return TokenColumns(**columns)
+
+    def reset_from_policy(self, *names: str) -> None:
+        """Let "critic", "reference" or both begin anew from the policy as it is."""
+        for name in names:
+            part = {"critic": self.critic, "reference": self.reference}[name]
+            if part is None:
+                raise ValueError(f"this trainer has no {name}: set TrainerConfig.{name}")
+            part.reset()
 
     def step(
         self,
         batch: RolloutBatch,
         advantages: NDArray[np.float32] | None,
         algorithm: Algorithm | str,
+        columns: TokenColumns | None = None,
         before_first_update: Callable[[], None] | None = None,
     ) -> dict[str, float]:
         """Train on a batch: `num_iterations` passes, one publication per minibatch.
 
-        before_first_update: called once, when the first gradient is there and nothing has changed.
-
         advantages fp32: one per rollout `[N]`, or one per token `[total tokens]`, rollouts end to
-        end; None for losses that use none. Metrics carry the names of the field: `actor/*`,
+        end; None for losses that use none. columns: what else the algorithm reads of each token.
+        before_first_update: called once, when the first gradient is there and nothing has changed.
+        Metrics carry the names of the field: `actor/*`, `critic/*`,
         `sampling/*` (of the first minibatch, before any update: difference 0 and ratio 1 exactly
         when on-policy), `correction/*` (if one was applied), `publication/*`, `timing_s/*`.
         """
         algorithm = resolve_algorithm(algorithm)
+        columns = columns or TokenColumns()
+        columns.check(batch.num_tokens)
+        self._require(algorithm, columns)
         self._before_update = before_first_update
         metrics = StepMetrics()
         started = time.perf_counter()
-        tokens = _Tokens(advantages_per_token(batch, advantages), batch.logprobs)
+        tokens = LossTokens(advantages_per_token(batch, advantages), batch.logprobs, columns)
         tokens = self._corrected(tokens, batch, algorithm, metrics)
         size = self._config.minibatch_size or max(len(batch), 1)
         first = True
@@ -123,35 +155,78 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on beside weights and batch; tensors are not copied."""
         return {
-            "optimizer": self.optimizer.state_dict(),
-            "lr_scheduler": self._schedule.state_dict(),
-            "updates": self.updates,
+            **self._optimizer_state(),
+            **({} if self.critic is None else {"critic": self.critic.state_dict()}),
+            **({} if self.reference is None else {"reference": self.reference.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state_dict`'s value, to the bit; None = from the beginning."""
+        """Go on from `state_dict`'s value, to the bit; None = from the beginning, critic and
+        reference as the policy is now, and so for one that `state` does not have."""
         if state is None:
             state = self._initial_state
         self.optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["lr_scheduler"])
         self.optimizer.zero_grad()
         self.updates = int(state["updates"])
+        for name, part in (("critic", self.critic), ("reference", self.reference)):
+            if part is not None:
+                part.load_state_dict(state[name]) if name in state else part.reset()
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "lr_scheduler": self._schedule.state_dict(),
+            "updates": self.updates,
+        }
+
+    def _require(self, algorithm: Algorithm, columns: TokenColumns) -> None:
+        """ValueError for an algorithm that reads what trainer or caller do not have."""
+        if algorithm.policy_loss is None and algorithm.value_loss is None:
+            raise ValueError(f"{algorithm.name} has neither a policy loss nor a value loss")
+        if algorithm.reference_penalty is not None and columns.reference_logprobs is None:
+            raise ValueError(
+                f"{algorithm.name} has a reference penalty and needs columns.reference_logprobs; "
+                "score_tokens gives them, with TrainerConfig.reference"
+            )
+        if algorithm.value_loss is None:
+            return
+        if self.critic is None or columns.values is None or columns.returns is None:
+            raise ValueError(
+                f"{algorithm.name} has a value loss and needs TrainerConfig.critic, "
+                "columns.values from score_tokens, and columns.returns"
+            )
 
     def _minibatch(
         self,
         batch: RolloutBatch,
         rollouts: NDArray[np.int64],
-        tokens: _Tokens,
+        tokens: LossTokens,
         algorithm: Algorithm,
         metrics: StepMetrics,
         first: bool,
     ) -> None:
         weights = np.zeros(len(batch), dtype=np.float32)
         weights[rollouts] = algorithm.token_weights(batch.lengths[rollouts])
+        num_tokens = int(batch.lengths[rollouts].sum())
         self.optimizer.zero_grad()
+        if self.critic is not None:
+            self.critic.optimizer.zero_grad()
         loss = 0.0
         for micro in micro_batches(batch, rollouts, self._config.micro_batch_tokens):
-            loss += self._accumulate(batch, micro, tokens, weights, algorithm, metrics, first)
+            loss += self._accumulate(
+                batch, micro, tokens, weights, num_tokens, algorithm, metrics, first
+            )
+        if algorithm.policy_loss is not None and not self._update_policy(loss, metrics):
+            return
+        if algorithm.value_loss is not None:
+            assert self.critic is not None
+            norm = self.critic.step()
+            metrics.mean("critic/grad_norm", norm)
+            metrics.add("critic/skipped_updates", float(not math.isfinite(norm)))
+
+    def _update_policy(self, loss: float, metrics: StepMetrics) -> bool:
+        """Publish; False, and nothing written, if the gradient is not finite."""
         metrics.mean("actor/pg_loss", loss)
         norm = self._gradient_norm()
         metrics.mean("actor/grad_norm", norm)
@@ -159,7 +234,7 @@ class Learner:
         if not math.isfinite(norm):
             # Nothing was written: the old weights and their version stand.
             metrics.add("actor/skipped_updates", 1.0)
-            return
+            return False
         if self._before_update is not None:
             before_update, self._before_update = self._before_update, None
             before_update()
@@ -171,43 +246,52 @@ class Learner:
         metrics.add("publication/wait_s", receipt.wait_s)
         metrics.add("publication/update_s", receipt.held_s)
         metrics.add("publication/bytes_copied", float(receipt.bytes_copied))
+        return True
 
     def _accumulate(
         self,
         batch: RolloutBatch,
         micro: MicroBatch,
-        tokens: _Tokens,
+        tokens: LossTokens,
         weights: NDArray[np.float32],
+        num_tokens: int,
         algorithm: Algorithm,
         metrics: StepMetrics,
         first: bool,
     ) -> float:
-        """Add the gradient of one micro-batch; returns its part of the minibatch's loss."""
-        column = self._column
-        logprobs, entropy = self._score(batch, micro)
-        losses = algorithm.policy_loss(
-            logprobs,
-            column(tokens.old_logprobs, micro.token_index),
-            column(tokens.advantages, micro.token_index),
-            torch.from_numpy(micro.rollout_index).to(logprobs.device),
-        )
-        weight = column(weights, micro.rollout_index)
-        if tokens.correction is not None:
-            weight = weight * column(tokens.correction, micro.token_index)
-        loss = (losses.loss * weight).sum()
-        self._accelerator.backward(loss)
-        metrics.mean_of("entropy", entropy.detach())
-        for name, values in losses.metrics.items():
-            metrics.mean_of(name, values)
-        if first and batch.has_behaviour:
-            difference = logprobs.detach() - column(batch.logprobs, micro.token_index)
-            metrics.extremes("sampling/sampling_logp_difference", difference.abs())
-            metrics.extremes("sampling/importance_sampling_ratio", difference.exp())
-        return float(loss.detach())
+        """Add the gradients of one micro-batch; returns its part of the policy's loss."""
+        critic = self.critic if algorithm.value_loss is not None else None
+        hidden, loss, reported = None, None, 0.0
+        if algorithm.policy_loss is not None:
+            hidden = hidden_rows(self.model, micro, self._backend)
+            temperature = self._column(batch.temperatures, micro.rollout_index)
+            logprobs, entropy = score_hidden(self.model, hidden, micro, temperature)
+            loss = policy_loss(algorithm, logprobs, entropy, tokens, micro, weights, metrics)
+            reported = float(loss.detach())
+            if first and batch.has_behaviour:
+                difference = logprobs.detach() - self._column(batch.logprobs, micro.token_index)
+                metrics.extremes("sampling/sampling_logp_difference", difference.abs())
+                metrics.extremes("sampling/importance_sampling_ratio", difference.exp())
+        if critic is not None and critic.shares_trunk:
+            if hidden is None:  # the policy is not trained: its hidden states are given
+                with torch.no_grad():
+                    hidden = hidden_rows(self.model, micro, self._backend)
+            values = critic.values(micro, hidden)
+            of_values = value_loss(algorithm, values, tokens, micro, num_tokens, metrics)
+            of_values = critic.coefficient * of_values
+            loss = of_values if loss is None else loss + of_values
+        if loss is not None:
+            self._accelerator.backward(loss)
+        if critic is not None and not critic.shares_trunk:
+            values = critic.values(micro, None)
+            self._accelerator.backward(
+                value_loss(algorithm, values, tokens, micro, num_tokens, metrics)
+            )
+        return reported
 
     def _corrected(
-        self, tokens: _Tokens, batch: RolloutBatch, algorithm: Algorithm, metrics: StepMetrics
-    ) -> _Tokens:
+        self, tokens: LossTokens, batch: RolloutBatch, algorithm: Algorithm, metrics: StepMetrics
+    ) -> LossTokens:
         """With the trainer's own log-probs and a weight, if other versions sampled some tokens."""
         if algorithm.correction is None or not batch.has_behaviour:
             return tokens
@@ -218,7 +302,9 @@ class Learner:
         proximal, index = batch.logprobs.copy(), np.empty(batch.num_tokens, dtype=np.int64)
         with torch.no_grad():
             for micro in micro_batches(batch, range(len(batch)), self._config.micro_batch_tokens):
-                logprobs, _ = self._score(batch, micro)
+                hidden = hidden_rows(self.model, micro, self._backend)
+                temperature = self._column(batch.temperatures, micro.rollout_index)
+                logprobs, _ = score_hidden(self.model, hidden, micro, temperature)
                 proximal[micro.token_index] = logprobs.cpu().numpy()
                 index[micro.token_index] = micro.rollout_index
             proximal[~older] = batch.logprobs[~older]  # so that their weight is 1 by itself
@@ -228,14 +314,10 @@ class Learner:
                 torch.from_numpy(index),
             )
         metrics.extremes("correction/weight", weight[torch.from_numpy(older)])
-        return _Tokens(tokens.advantages, proximal, weight.numpy())
-
-    def _score(self, batch: RolloutBatch, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        temperature = self._column(batch.temperatures, micro.rollout_index)
-        return score_micro_batch(self.model, micro, temperature, self._backend)
+        return replace(tokens, old_logprobs=proximal, correction=weight.numpy())
 
     def _column(self, values: NDArray[np.float32], index: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values[index]).to(next(self.model.parameters()).device)
+        return column(values, index, next(self.model.parameters()).device)
 
     def _gradient_norm(self) -> float:
         bound = self._config.max_grad_norm
@@ -243,45 +325,3 @@ class Learner:
             self.model.parameters(), math.inf if bound is None else bound
         )
         return float(norm)
-
-
-def advantages_per_token(
-    batch: RolloutBatch, advantages: NDArray[np.float32] | None
-) -> NDArray[np.float32]:
-    """`[N]` or `[total tokens]` to `[total tokens]`, checked; None to zeros."""
-    if advantages is None:
-        return np.zeros(batch.num_tokens, dtype=np.float32)
-    values = np.asarray(advantages, dtype=np.float32)
-    if values.shape not in ((len(batch),), (batch.num_tokens,)):
-        raise ValueError(
-            f"advantages have shape {values.shape}, the batch has {len(batch)} rollouts of "
-            f"{batch.num_tokens} tokens; pass one number per rollout or one per token"
-        )
-    if len(batch) == batch.num_tokens and (batch.lengths == 0).any():
-        raise ValueError(
-            f"the batch has as many rollouts as tokens ({len(batch)}), some without any: one "
-            "advantage per rollout and one per token look alike. Drop the rollouts without tokens"
-        )
-    per_rollout = len(values) == len(batch)
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        raise ValueError(
-            f"the advantage of {'rollout' if per_rollout else 'token'} {bad[0]} is "
-            f"{values[bad[0]]}; it must be finite"
-        )
-    return np.repeat(values, batch.lengths) if per_rollout else values
-
-
-def _lr_factor(config: TrainerConfig) -> Callable[[int], float]:
-    """Factor on the peak learning rate by optimizer step: linear warm-up, then the schedule."""
-
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        if config.lr_schedule == "constant" or config.total_steps is None:
-            return 1.0
-        span = max(config.total_steps - config.warmup_steps, 1)
-        left = max(0.0, 1.0 - (step - config.warmup_steps) / span)
-        return left if config.lr_schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
-
-    return factor

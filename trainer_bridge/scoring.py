@@ -15,30 +15,32 @@ from rollout.rollout_batch import RolloutBatch
 from trainer_bridge.trajectory import MicroBatch, micro_batches
 
 
-def score_micro_batch(
-    model: Decoder, micro: MicroBatch, temperature: Tensor, backend: AttentionBackend
-) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy (nats) of every response token of one pack, fp32 `[T]`, with grad.
-
-    temperature fp32 `[T]`.
-    """
+def hidden_rows(model: Decoder, micro: MicroBatch, backend: AttentionBackend) -> Tensor:
+    """What the model's last layer says where each response token of one pack is chosen, after the
+    tokens before it: `[T, hidden_size]`, with grad."""
     device = next(model.parameters()).device
     config = model.config
     attention = PackedAttention(
         micro.metadata, backend, config.num_attention_heads // config.num_key_value_heads, device
     )
-    hidden = model(
+    hidden: Tensor = model(
         torch.from_numpy(micro.input_ids).to(device),
         torch.from_numpy(micro.metadata.positions).to(device),
         attention,
     )
-    return score_rows(
-        hidden.index_select(0, torch.from_numpy(micro.rows).to(device)),
-        model.output_weight,
-        torch.from_numpy(micro.targets).to(device),
-        temperature.to(device),
-        model.operators,
-    )
+    return hidden.index_select(0, torch.from_numpy(micro.rows).to(device))
+
+
+def score_hidden(
+    model: Decoder, hidden: Tensor, micro: MicroBatch, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy (nats) of every response token of one pack, fp32 `[T]`, with grad.
+
+    hidden: of `hidden_rows`. temperature fp32 `[T]`.
+    """
+    targets = torch.from_numpy(micro.targets).to(hidden.device)
+    temperature = temperature.to(hidden.device)
+    return score_rows(hidden, model.output_weight, targets, temperature, model.operators)
 
 
 def score(
@@ -65,7 +67,8 @@ def score(
         temperatures = torch.full_like(temperatures, temperature)
     for micro in micro_batches(batch, range(len(batch)), micro_batch_tokens):
         per_token = temperatures[torch.from_numpy(micro.rollout_index)]
-        logprobs, _ = score_micro_batch(model, micro, per_token, backend)
+        hidden = hidden_rows(model, micro, backend)
+        logprobs, _ = score_hidden(model, hidden, micro, per_token)
         in_pack = list(dict.fromkeys(micro.rollout_index.tolist()))
         parts = logprobs.split([int(batch.lengths[i]) for i in in_pack])
         for index, part in zip(in_pack, parts, strict=True):

@@ -29,6 +29,7 @@ from trainer_bridge.learner import Learner
 from trainer_bridge.memory import MemoryHandle
 from trainer_bridge.publication import Attachment, SharedGate
 from trainer_bridge.receipt import WeightsEcho
+from trainer_bridge.token_columns import TokenColumns
 from trainer_bridge.trainer_config import TrainerConfig
 from trainer_bridge.trainer_state import read_trainer_state, write_trainer_state
 
@@ -137,11 +138,12 @@ class TrainerActor:
         batch: RolloutBatch,
         advantages: NDArray[np.float32] | None,
         algorithm: Algorithm | str,
+        columns: TokenColumns | None = None,
         hold: int | None = None,
     ) -> dict[str, float]:
         """See `Learner.step`. hold: the weights change only after `allow_update` of that number."""
         if hold is None:
-            return self._run("step", self._learner.step, batch, advantages, algorithm)
+            return self._run("step", self._learner.step, batch, advantages, algorithm, columns)
         allowed = self._allowed.setdefault(hold, threading.Event())
 
         def wait() -> None:
@@ -150,13 +152,23 @@ class TrainerActor:
             self._doing = "busy with step"
 
         try:
-            return self._run("step", self._learner.step, batch, advantages, algorithm, wait)
+            return self._run(
+                "step", self._learner.step, batch, advantages, algorithm, columns, wait
+            )
         finally:
             self._allowed.pop(hold, None)
 
     def allow_update(self, hold: int) -> None:
         """Rollouts of the old weights have ended: the step that holds may change them."""
         self._allowed.setdefault(hold, threading.Event()).set()
+
+    def score_tokens(self, batch: RolloutBatch) -> TokenColumns:
+        """What reference policy and critic say of the batch's tokens."""
+        return self._run("score_tokens", self._learner.score_tokens, batch)
+
+    def reset_from_policy(self, *names: str) -> None:
+        """See `Learner.reset_from_policy`."""
+        self._run("reset_from_policy", self._learner.reset_from_policy, *names)
 
     def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
         """Run `update(model)` under the gate and publish; returns what it returns.

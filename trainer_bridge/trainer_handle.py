@@ -14,6 +14,7 @@ from rollout.remote import ActorFailure, ActorLost, ActorOutOfMemory, RemoteActo
 from rollout.rollout_batch import RolloutBatch
 from trainer_bridge.algorithm import Algorithm
 from trainer_bridge.receipt import WeightsEcho
+from trainer_bridge.token_columns import TokenColumns
 
 
 class TrainerLost(ActorFailure):
@@ -47,6 +48,7 @@ class TrainerHandle:
         batch: RolloutBatch,
         advantages: NDArray[np.float32] | None,
         algorithm: Algorithm | str = "grpo",
+        columns: TokenColumns | None = None,
         *,
         wait_for_rollouts: Callable[[], object] | None = None,
     ) -> dict[str, float]:
@@ -57,15 +59,25 @@ class TrainerHandle:
         """
         handle = self._actor.handle
         if wait_for_rollouts is None:
-            reference = handle.step.remote(batch, advantages, algorithm)
+            reference = handle.step.remote(batch, advantages, algorithm, columns)
             return self._change("step", reference)  # type: ignore[no-any-return]
         hold = next(self._holds)
-        reference = handle.step.remote(batch, advantages, algorithm, hold)
+        reference = handle.step.remote(batch, advantages, algorithm, columns, hold)
         try:
             wait_for_rollouts()
         finally:
             handle.allow_update.remote(hold)
         return self._change("step", reference)  # type: ignore[no-any-return]
+
+    def score_tokens(self, batch: RolloutBatch) -> TokenColumns:
+        """What reference policy and critic say of the batch's tokens, those that there are
+        (`TrainerConfig`), under the weights as they are."""
+        return self._call("score_tokens", batch)  # type: ignore[no-any-return]
+
+    def reset_from_policy(self, *names: str) -> None:
+        """Let "critic", "reference" or both begin anew from the policy as it is, for instance
+        after a warm start."""
+        self._call("reset_from_policy", *names)
 
     def apply_weight_update(self, version: int | None, update: Callable[[Decoder], Any]) -> Any:
         """Run `update(model)` in the trainer, in place, and publish. See `TrainerActor`."""

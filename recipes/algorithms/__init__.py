@@ -14,7 +14,7 @@ from recipes.algorithms.advantages import (
 )
 from recipes.algorithms.aggregation import AGGREGATIONS, Aggregation, token_weights
 from recipes.algorithms.corrections import CORRECTIONS
-from recipes.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
+from recipes.algorithms.kl import KL_ESTIMATORS, adaptive_coefficient, k1, k2, k3, kl_penalty
 from recipes.algorithms.overlong import overlong_penalty
 from recipes.algorithms.policy_losses import (
     POLICY_LOSSES,
@@ -36,6 +36,7 @@ __all__ = [
     "POLICY_LOSSES",
     "Aggregation",
     "TokenLoss",
+    "adaptive_coefficient",
     "cispo",
     "clip",
     "clipped_value_loss",
@@ -49,6 +50,7 @@ __all__ = [
     "k1",
     "k2",
     "k3",
+    "kl_penalty",
     "overlong_penalty",
     "reinforce",
     "reinforce_pp_advantages",

@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from recipes.algorithms.policy_losses import TokenLoss
+
 KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 LOG_RATIO_BOUND = 20.0
@@ -35,6 +37,19 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_penalty(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    *,
+    coefficient: float,
+    estimator: KLEstimator = k3,
+) -> TokenLoss:
+    """coefficient * KL, added to the policy's loss of each token: GRPO's beta, Shao et al. 2024,
+    arXiv:2402.03300, eq. 3 and 4."""
+    kl = estimator(logprobs, reference_logprobs)
+    return TokenLoss(coefficient * kl, {"kl": kl.detach()})
 
 
 def adaptive_coefficient(

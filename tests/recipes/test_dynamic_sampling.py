@@ -20,15 +20,14 @@ def trained(monkeypatch):
     seen = []
     step = tiny_run.TrainerActor.step
 
-    def spy(self, batch, advantages, algorithm, hold=None):
+    def spy(self, batch, advantages, *rest):
         if advantages is not None:  # not the warm start
             groups = [np.flatnonzero(batch.prompt_index == p) for p in range(batch.num_prompts)]
             starts = batch.offsets[:-1]
             moved = [bool(advantages[starts[group]].any()) for group in groups]
             prompts = [tuple(batch.prompt(p).tolist()) for p in range(batch.num_prompts)]
             seen.append((moved, prompts))
-        arguments = () if hold is None else (hold,)
-        return step(self, batch, advantages, algorithm, *arguments)
+        return step(self, batch, advantages, *rest)
 
     monkeypatch.setattr(tiny_run.TrainerActor, "step", spy)
     return seen

@@ -193,10 +193,10 @@ def test_unusable_samples_stay_out_of_the_update(run_grpo, monkeypatch):
     seen = []
     step = tiny_run.TrainerActor.step
 
-    def spy(self, batch, advantages, algorithm):
+    def spy(self, batch, advantages, *rest):
         seen.append(set(batch.finish_reasons))
         assert len(advantages) == batch.num_tokens
-        return step(self, batch, advantages, algorithm)
+        return step(self, batch, advantages, *rest)
 
     monkeypatch.setattr(tiny_run.TrainerActor, "step", spy)
     run_grpo(output="all")

@@ -128,11 +128,11 @@ class LocalPool:
 class LocalTrainer(TrainerActor):
     """With the surface of `TrainerHandle`."""
 
-    def step(self, batch, advantages, algorithm, wait_for_rollouts=None):
+    def step(self, batch, advantages, algorithm, columns=None, *, wait_for_rollouts=None):
         if wait_for_rollouts is None:
-            return super().step(batch, advantages, algorithm)
+            return super().step(batch, advantages, algorithm, columns)
         with ThreadPoolExecutor(1) as beside:
-            stats = beside.submit(super().step, batch, advantages, algorithm, 0)
+            stats = beside.submit(super().step, batch, advantages, algorithm, columns, 0)
             wait_for_rollouts()
             self.allow_update(0)
             return stats.result()

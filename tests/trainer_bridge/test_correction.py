@@ -15,7 +15,7 @@ from rollout import RolloutBatch
 from tests.models import tiny_model
 from tests.trainer_bridge.test_learner import Bench, advantages_for
 from trainer_bridge import Algorithm, score
-from trainer_bridge.learner import advantages_per_token
+from trainer_bridge.token_columns import advantages_per_token
 
 torch.set_num_threads(1)
 
