@@ -23,7 +23,7 @@ from rollout.remote import (
     result_of,
 )
 
-_POLL_S = 0.25
+_POLL_S = 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -34,8 +34,9 @@ class ActorSource(Protocol):
         """The handle of a new `RolloutActor`; its process may still be starting. None while there
         is no room for it."""
 
-    def admit_actor(self, name: str, actor: Any, about: dict[str, Any]) -> None:
-        """Raise if this new actor, which describes itself so, must not serve."""
+    def admit_actor(self, name: str, about: dict[str, Any], probes: Mapping[str, Any]) -> bool:
+        """Raise if this new actor, which describes itself so, must not serve; False if that cannot
+        be told yet. probes: `RolloutActor.probe` of it and of those that serve, by name."""
 
     def check(self) -> None:
         """Called now and then: replace what actors depend on and a pool does not know."""
@@ -47,9 +48,19 @@ class ActorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Joining:
+    """An actor on its way: it has been asked to describe itself, then it and its peers to prove
+    their bits. Nobody waits for the answers: the trainer may hang while it holds the weights, and
+    whoever would wait for a reader of them may be the one who is to notice."""
+
     actor: RemoteActor
-    description: Any
     deadline: float
+    description: Any
+    probes: Mapping[str, Any] | None = None
+
+    @property
+    def answered(self) -> bool:
+        asked = [self.description, *(self.probes or {}).values()]
+        return len(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) == len(asked)
 
 
 class Membership:
@@ -136,7 +147,7 @@ class Membership:
                 actor = self._watched(name, handle)
                 description = actor.handle.describe.remote()
                 deadline = time.monotonic() + self._start_timeout_s
-                self._joining[name] = _Joining(actor, description, deadline)
+                self._joining[name] = _Joining(actor, deadline, description)
 
     def look_after(self) -> None:
         """What a wait for actors does meanwhile: take in those that have started, check what they
@@ -150,38 +161,67 @@ class Membership:
         return error if self._source is None else self._source.unreadable(name, error)
 
     def welcome(self) -> None:
-        """Take in the actors that have started and may serve; those that cannot are missing."""
+        """Take in the actors that have started and may serve; those that cannot are missing. Does
+        not wait."""
         with self._lock:
             for name, joining in list(self._joining.items()):
-                ready, _ = ray.wait([joining.description], timeout=0)
-                in_time = time.monotonic() < joining.deadline
-                if not ready and in_time:
-                    continue
-                del self._joining[name]
                 try:
-                    if not ready:
-                        raise ActorTimeout(f"it did not start in {self._start_timeout_s:.0f} s")
-                    about = result_of(joining.description, name, "start again")
-                    if about["policy_version"] < self.min_version and in_time:
-                        again = joining.actor.handle.describe.remote()
-                        self._joining[name] = replace(joining, description=again)
-                        continue
-                    self._admit(joining.actor, about)
-                    self.restarts += 1
+                    following = self._next(joining)
                 except Exception as error:
+                    del self._joining[name]
                     joining.actor.kill()
                     self._missing.append(name)
                     _log.warning("%s could not be started again: %s", name, error)
+                    continue
+                if following is not None:
+                    self._joining[name] = following
+                    continue
+                del self._joining[name]
+                self._actors[name] = joining.actor
+                self.restarts += 1
 
-    def _admit(self, actor: RemoteActor, about: dict[str, Any]) -> None:
-        if self._source is not None:
-            self._source.admit_actor(actor.name, actor.handle, about)
+    def _next(self, joining: _Joining) -> _Joining | None:
+        """How an actor that is starting stands now; None once it may serve."""
+        actor = joining.actor
+        if not joining.answered:
+            if time.monotonic() > joining.deadline:
+                raise ActorTimeout(f"it did not start in {self._start_timeout_s:.0f} s")
+            return joining
+        about = result_of(joining.description, actor.name, "start again")
         if about["policy_version"] < self.min_version:
-            raise ActorFailure(
-                f"{actor.name} reads policy version {about['policy_version']}, "
-                f"{self.min_version} is wanted"
-            )
-        self._actors[actor.name] = actor
+            if time.monotonic() > joining.deadline:
+                raise ActorFailure(
+                    f"it reads policy version {about['policy_version']}, "
+                    f"{self.min_version} is wanted"
+                )
+            return replace(joining, description=actor.handle.describe.remote(), probes=None)
+        assert self._source is not None
+        if joining.probes is not None:
+            found = self._probed(joining)
+            seen_all = joining.probes.keys() >= self._actors.keys()
+            if actor.name in found and seen_all:
+                if self._source.admit_actor(actor.name, about, found):
+                    return None
+            if time.monotonic() > joining.deadline:
+                raise ActorFailure("the weights kept changing: nobody to compare with")
+        others = {name: peer.handle.probe.remote() for name, peer in self._actors.items()}
+        return replace(joining, probes={**others, actor.name: actor.handle.probe.remote()})
+
+    def _probed(self, joining: _Joining) -> dict[str, Any]:
+        """What was found, by name; without those that could not read the weights, which a trainer
+        will make whole, and peers that are lost."""
+        found: dict[str, Any] = {}
+        for name, probe in (joining.probes or {}).items():
+            try:
+                found[name] = result_of(probe, name, "probe")
+            except WeightsError as error:
+                cause = self.unreadable(name, error)
+                if cause is not error:
+                    raise cause from None
+            except ActorFailure:
+                if name == joining.actor.name:
+                    raise
+        return found
 
     def wait_for_one(self, deadline: float) -> None:
         """Until an actor serves; `ActorDied` when none will."""
@@ -189,14 +229,14 @@ class Membership:
             with self._lock:
                 if not self._joining:
                     self.refill()
-                pending = [joining.description for joining in self._joining.values()]
+                pending = bool(self._joining)
             if not pending:
                 why = f"; the last one: {self.losses[-1]}" if self.losses else ""
                 raise ActorDied(f"no rollout actor is left{why}")
             if time.monotonic() > deadline:
                 raise ActorTimeout("no rollout actor has started again in time")
-            ray.wait(pending, timeout=_POLL_S)
             self.welcome()
+            time.sleep(0.0 if self._actors else _POLL_S)
 
     def ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
         """The answers of all actors by name; one that is lost meanwhile is left out."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -198,14 +199,13 @@ class Colocation:
         kind, threads = self._room.rollout(RolloutActor, node, self._engine_config.num_threads)
         return kind.remote(build, threads)
 
-    def admit_actor(self, name: str, actor: Any, about: dict[str, Any]) -> None:
-        """`ExactnessRefused` if a new actor computes other bits than those that serve."""
+    def admit_actor(
+        self, name: str, about: dict[str, Any], probes: Mapping[str, tuple[int, Exactness]]
+    ) -> bool:
+        """`ExactnessRefused` if a new actor computes other bits than those that serve; False if
+        none of them has read the same weights."""
         self._attachments[name] = about["attachment"]
-        for _ in range(5):
-            probed = wait_for(actor.probe.remote(), name, "probe", self._start_timeout_s)
-            if self._same_bits(name, *probed):
-                return
-        raise ActorFailure(f"{name} could not be compared with others: the weights kept changing")
+        return self._same_bits(name, *probes[name], probes)
 
     def check(self) -> None:
         """Look after what rollout actors depend on: the mirrors of their nodes."""
@@ -221,10 +221,16 @@ class Colocation:
         self._mirrors.lose(node, lost)
         return lost
 
-    def _same_bits(self, name: str, version: int, exactness: Exactness) -> bool:
+    def _same_bits(
+        self,
+        name: str,
+        version: int,
+        exactness: Exactness,
+        probes: Mapping[str, tuple[int, Exactness]],
+    ) -> bool:
         """Hold a new process against those that serve and read the same version; False if none
         does. From then on it is listed under the bits that they started with."""
-        peers = {peer: found for peer, found in self.pool.probe().items() if peer != name}
+        peers = {peer: found for peer, found in probes.items() if peer != name}
         alike = {peer: found for peer, (its_version, found) in peers.items()
                  if its_version == version}  # fmt: skip
         if peers and not alike:
@@ -287,7 +293,9 @@ class Colocation:
         else:
             self._start_trainer(checkpoint, attachments[0])
             version = self.trainer.policy_version
-            if not self._same_bits("trainer", version, self._weights.exactness):
+            if not self._same_bits(
+                "trainer", version, self._weights.exactness, self.pool.probe()
+            ):
                 raise ActorFailure(f"the new trainer published {version}, others read another one")
             self._published()
             self.pool.members.refill()

@@ -113,7 +113,7 @@ def test_a_lost_actor_changes_no_token_and_another_joins(run, blow):
     assert len({echo.memory for echo in run.verify_weights().values()}) == 1
 
 
-def test_an_actor_that_joins_after_updates_is_held_against_the_others(run, monkeypatch):
+def test_an_actor_that_joins_after_updates_is_held_against_the_others(run):
     """It proves its bits on today's weights, which no probe at the start has seen."""
     step(run, 0)
     version = run.trainer.policy_version
@@ -126,11 +126,12 @@ def test_an_actor_that_joins_after_updates_is_held_against_the_others(run, monke
     other = dataclasses.replace(
         probe, probe=dataclasses.replace(probe.probe, fingerprint="others")
     )
-    monkeypatch.setattr(run.pool, "probe", lambda: {"rollout-1": (version, other)})
+    about = {"attachment": run.pool.attachments()["rollout-0"]}
+    others = {"rollout-1": (version, other)}
     with pytest.raises(ExactnessRefused, match="rollout-0"):
-        run._same_bits("rollout-0", version, probe)
+        run.admit_actor("rollout-0", about, {"rollout-0": (version, probe), **others})
     # On other weights there is nothing to compare.
-    assert run._same_bits("rollout-0", version + 1, probe) is False
+    assert not run.admit_actor("rollout-0", about, {"rollout-0": (version + 1, probe), **others})
 
 
 def test_what_was_handed_in_is_not_computed_again(folder):
@@ -343,6 +344,29 @@ def test_a_new_trainer_does_not_wait_for_a_reader_that_hangs_in_its_step(run):
     assert any("rollout-1" in str(loss) for loss in run.pool.members.losses)
     wait_until_alive(run, ["rollout-0", "rollout-1"])
     step(run, 0)
+
+
+def hang_half_way(model) -> None:
+    model.model.norm.weight.mul_(3)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_new_actor_does_not_wait_for_a_trainer_that_hangs_in_its_update(folder, caplog):
+    """Two faults at once: it must read weights to be admitted, and the stopped trainer holds their
+    lock. Whoever admits it is the one who would notice."""
+    with start(folder, start_timeout_s=30.0) as run:
+        os.kill(rollout_pid(run, "rollout-0"), signal.SIGKILL)
+        members = run.pool.members
+        while "rollout-0" not in members._joining:
+            members.check()
+            time.sleep(0.05)
+        assert ray.wait([members._joining["rollout-0"].description], timeout=60)[0]
+        with pytest.raises(TrainerLost, match=r"trainer has not answered for"):
+            run.trainer.apply_weight_update(None, hang_half_way)
+        run.restart_trainer(None)
+        wait_until_alive(run, ["rollout-0", "rollout-1"])
+        assert "could not be started again" not in caplog.text
+        step(run, 0)
 
 
 def swallow(work, *arguments) -> None:
