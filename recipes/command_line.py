@@ -60,9 +60,9 @@ def parse_config(arguments: Sequence[str]) -> GrpoConfig:
 
 def write_config(config: GrpoConfig, path: Path) -> None:
     """The whole configuration as YAML; `--config` on that file gives the same run again."""
-    plain = dataclasses.asdict(config)
-    plain["optimizer"]["betas"] = list(config.optimizer.betas)
-    path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), encoding="utf-8"
+    )
 
 
 def field_names(config_class: type, prefix: str = "") -> Iterator[str]:

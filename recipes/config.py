@@ -7,6 +7,7 @@ The classes are frozen but not slotted: jsonargparse reads nested defaults throu
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Literal
 
 from recipes.algorithms.aggregation import Aggregation
@@ -227,21 +228,41 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out evaluation: greedy, on the same engines. Also before the first and after the last
-    step.
+    """Held-out evaluation: greedy, and by samples if asked for, on the same engines. Also before
+    the first and after the last step.
 
     Args:
         every: steps between evaluations; 0 for only before and after
         prompts: held-out prompts used; null for all of them
+        samples: completions sampled per held-out prompt, for pass@k; 0 for greedy alone
+        pass_at: the k of pass@k, the chance that one of k completions is right; ascending, each at
+            most samples
+        temperature: at which they are sampled
+        pass_reward: a completion with at least this reward is right
     """
 
     every: int = 10
     prompts: int | None = None
+    samples: int = 0
+    pass_at: tuple[int, ...] = (1,)
+    temperature: float = 1.0
+    pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
         _at_least("evaluation.every", self.every, 0)
         if self.prompts is not None:
             _at_least("evaluation.prompts", self.prompts, 1)
+        _at_least("evaluation.samples", self.samples, 0)
+        if not self.pass_at or list(self.pass_at) != sorted({*self.pass_at}):
+            raise ValueError(
+                f"evaluation.pass_at must be strictly ascending numbers, got {list(self.pass_at)}"
+            )
+        _at_least("evaluation.pass_at", self.pass_at[0], 1)
+        if self.samples:
+            _at_least("evaluation.samples", self.samples, self.pass_at[-1], "the last of pass_at")
+        _positive("evaluation.temperature", self.temperature)
+        if not isfinite(self.pass_reward):
+            raise ValueError(f"evaluation.pass_reward must be a number, got {self.pass_reward}")
 
 
 @dataclass(frozen=True)
@@ -263,15 +284,27 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Where metrics go besides metrics.jsonl. A failing logger never ends a run.
+    """Where metrics go besides metrics.jsonl, and which samples to samples.jsonl. A failing logger
+    never ends a run.
 
     Args:
         wandb: offline (a folder to sync later), online (needs a login) or disabled
         project: wandb project
+        samples_per_step: samples of a logged step that are kept to read, the best and the worst
+        samples_every: steps between those whose samples are kept; 0 for none
+        samples_keep: newest logged steps whose samples remain in samples.jsonl
     """
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
     project: str = "lockstep"
+    samples_per_step: int = 4
+    samples_every: int = 10
+    samples_keep: int = 50
+
+    def __post_init__(self) -> None:
+        _at_least("logging.samples_per_step", self.samples_per_step, 1)
+        _at_least("logging.samples_every", self.samples_every, 0)
+        _at_least("logging.samples_keep", self.samples_keep, 1)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from recipes.progress import RunDisplay
 from recipes.report import RunRecord, write_report
 from recipes.rewards import RewardTable, score_completions, teaching_samples
 from recipes.sampled_step import SampledStep
+from recipes.samples import COLUMNS, SampleLog, samples_of
 from recipes.sft import demonstration_batches, warm_start
 from recipes.step_metrics import (
     StepClock,
@@ -108,6 +109,13 @@ def run(
         record = RunRecord(config, metrics.history)
         if resuming:
             record.restore(start)
+        samples = SampleLog(
+            output,
+            per_step=config.logging.samples_per_step,
+            every=config.logging.samples_every,
+            keep_steps=config.logging.samples_keep,
+            keep_up_to=record.steps_done if resuming else None,
+        )
         started = time.monotonic()
         try:
             preset = preset or configured_preset(config.algorithm)
@@ -124,7 +132,9 @@ def run(
                 heartbeat_timeout_s=config.rollout.heartbeat_timeout,
                 max_restarts=config.rollout.restarts,
             ) as colocation:
-                exit_code = train(config, preset, task, colocation, metrics, record, checkpoints)
+                exit_code = train(
+                    config, preset, task, colocation, metrics, samples, record, checkpoints
+                )
         except BaseException as error:
             stopped = isinstance(error, Stopped)
             record.status = f"{'stopped' if stopped else 'failed'}: {sentence(error)}"
@@ -141,6 +151,7 @@ def train(
     task: Task,
     colocation: Colocation,
     metrics: MetricsLog,
+    samples: SampleLog,
     record: RunRecord,
     checkpoints: Checkpoints,
 ) -> int:
@@ -152,8 +163,8 @@ def train(
     # Starting Ray put its own SIGTERM handler in place; within the loop it is ours again.
     with stop_signals() as signals, RunDisplay(config.name, config.steps) as display:
         loop = partial(
-            train_to_the_end, config, preset, task, colocation, metrics, record, checkpoints,
-            signals, display,
+            train_to_the_end, config, preset, task, colocation, metrics, samples, record,
+            checkpoints, signals, display,
         )  # fmt: skip
         record.exactness = colocation.exactness
         try:
@@ -167,6 +178,7 @@ def train(
                     start = checkpoints.newest(display.note)
                     record.restore(start)
                     metrics.rewind(_records_of(start))
+                    samples.rewind(record.steps_done)
                     display.note(
                         f"{sentence(error)}: a new trainer goes on after step {record.steps_done}"
                     )
@@ -191,6 +203,7 @@ def train_to_the_end(
     task: Task,
     colocation: Colocation,
     metrics: MetricsLog,
+    samples: SampleLog,
     record: RunRecord,
     checkpoints: Checkpoints,
     signals: StopSignals,
@@ -230,6 +243,11 @@ def train_to_the_end(
                 task,
                 max_tokens=config.rollout.max_tokens,
                 num_prompts=config.evaluation.prompts,
+                num_samples=config.evaluation.samples,
+                pass_at=config.evaluation.pass_at,
+                temperature=config.evaluation.temperature,
+                pass_reward=config.evaluation.pass_reward,
+                seed=config.seed,
             )
             with signals.held():
                 record.evaluations.append((step, evaluation))
@@ -254,8 +272,11 @@ def train_to_the_end(
             shown = update_step(config, colocation, record.ahead, algorithm, record, following)
             shown["timing_s/wall"] = time.monotonic() - began
             record.steps_done, record.prompts_drawn = step + 1, record.ahead.prompts_drawn
-            record.ahead = None
+            taken, record.ahead = record.ahead, None
             metrics.log(step + 1, shown)
+            if samples.due(step + 1):
+                samples.log(step + 1, samples_of(taken, colocation.tokenizer))
+                metrics.log_table(step + 1, "samples", COLUMNS, samples.rows(step + 1))
             for alarm in alarms.check(step + 1, shown):
                 display.note(alarm)
             if following is not None:
@@ -312,11 +333,12 @@ def rollout_step(
             )
         index = np.flatnonzero(kept)
         batch, shaped, teaches = batch.select(index), [shaped[i] for i in index], teaches[index]
+        rewards = rewards.select(index)
     advantages = preset.advantages(shaped, batch.prompt_index, batch.lengths)
     clock.lap("advantage")
     return SampledStep(
-        batch, advantages_per_token(batch, advantages), np.flatnonzero(teaches), prompts_drawn,
-        metrics, clock,
+        batch, rewards, advantages_per_token(batch, advantages), np.flatnonzero(teaches),
+        prompts_drawn, metrics, clock,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,7 @@ class MetricsLog:
     ) -> None:
         self.history: list[dict[str, float]] = []
         self._last_step = 0
-        self._warn = warn or _to_stderr
+        self._warn = warn or warn_on_stderr
         self._path = folder / "metrics.jsonl"
         if keep is None:
             self._file = self._guard(f"cannot write {self._path}", self._append)
@@ -77,6 +77,21 @@ class MetricsLog:
         self.history.append(record)
         self._write(record)
         self._send(record)
+
+    def log_table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        """Send a table to wandb, if that is on and not past `step` already. Never raises."""
+        if self._run is None:
+            return
+        table = self._guard(
+            f"{name!r} is no table",
+            lambda: wandb.Table(
+                columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True
+            ),
+        )
+        if table is not None:
+            self._send({"step": step, name: table})
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """`(step, value)` of every finite record of one metric, in order."""
@@ -118,13 +133,13 @@ class MetricsLog:
         partial.rename(self._path)
         return self._append()
 
-    def _send(self, record: Mapping[str, float]) -> None:
+    def _send(self, record: Mapping[str, Any]) -> None:
         step = int(record["step"])
         if self._run is None or step < self._sent_step:
             return
         self._sent_step = step
-        numbers = {name: value for name, value in record.items() if name != "step"}
-        sent = self._guard("wandb stopped logging", lambda: (self._run.log(numbers, step=step), 1))
+        values = {name: value for name, value in record.items() if name != "step"}
+        sent = self._guard("wandb stopped logging", lambda: (self._run.log(values, step=step), 1))
         if sent is None:
             self._run = None
 
@@ -166,5 +181,5 @@ def _start_wandb(
     )
 
 
-def _to_stderr(message: str) -> None:
+def warn_on_stderr(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)

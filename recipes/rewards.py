@@ -35,6 +35,19 @@ class RewardTable:
             {name: np.concatenate([t.columns[name] for t in tables]) for name in tables[0].columns},
         )
 
+    def select(self, indices: NDArray[np.int64]) -> RewardTable:
+        """The samples at `indices`, in that order."""
+        return RewardTable(
+            [self.total[i] for i in indices], {n: c[indices] for n, c in self.columns.items()}
+        )
+
+    def of_sample(self, index: int) -> dict[str, float | None]:
+        """What each function gave one sample."""
+        return {
+            name: None if np.isnan(column[index]) else float(column[index])
+            for name, column in self.columns.items()
+        }
+
     def metrics(self) -> dict[str, float]:
         """`rewards/<function>/{mean,std}` over the samples each function scored."""
         values: dict[str, float] = {}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from recipes.rewards import RewardTable
 from recipes.step_metrics import StepClock
 from rollout import RolloutBatch
 from rollout.model.weight_files import save_state
@@ -19,10 +20,12 @@ FILE = "sampled_ahead.pt"
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """advantages fp32 `[total tokens]`; teaching int64: the rollouts that the loss may use.
-    prompts_drawn: from the data, since the run began, this step's included."""
+    """rewards: what each rollout earned; advantages fp32 `[total tokens]`; teaching int64: the
+    rollouts that the loss may use. prompts_drawn: from the data, since the run began, this step's
+    included."""
 
     batch: RolloutBatch
+    rewards: RewardTable
     advantages: NDArray[np.float32]
     teaching: NDArray[np.int64]
     prompts_drawn: int
@@ -45,6 +48,10 @@ class SampledStep:
             raise ValueError("a batch with text or top log-probs is not stored")
         state = {
             "batch": {name: _plain(value) for name, value in columns.items()},
+            "rewards": {
+                "total": self.rewards.total,
+                "columns": {n: torch.from_numpy(c) for n, c in self.rewards.columns.items()},
+            },
             "advantages": torch.from_numpy(self.advantages),
             "teaching": torch.from_numpy(self.teaching),
             "prompts_drawn": self.prompts_drawn,
@@ -61,6 +68,10 @@ class SampledStep:
         columns = {name: _unplain(value) for name, value in state["batch"].items()}
         return SampledStep(
             RolloutBatch(**columns, extras={}),
+            RewardTable(
+                state["rewards"]["total"],
+                {name: column.numpy() for name, column in state["rewards"]["columns"].items()},
+            ),
             state["advantages"].numpy(),
             state["teaching"].numpy(),
             state["prompts_drawn"],

@@ -207,6 +207,28 @@ def test_unusable_samples_stay_out_of_the_update(run_grpo, monkeypatch):
     assert set().union(*seen) == {"stop"}
 
 
+def test_samples_to_read_and_pass_at_k(run_grpo):
+    """Of each logged step the best and the worst, as they went to the trainer; pass@k beside the
+    greedy score, in the metrics and in what a checkpoint keeps."""
+    code, folder = run_grpo(
+        "--logging.samples_every=2", "--logging.samples_per_step=3", "--steps=4",
+        "--evaluation.samples=4", "--evaluation.pass_at=[1, 4]", "--algorithm.mask_truncated=true",
+    )  # fmt: skip
+    assert code == 0
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [2, 2, 2, 4, 4, 4]
+    for sample in samples:
+        letter = sample["prompt"][1]
+        assert sample["reward"] == float(sample["completion"].startswith(letter))
+        assert sample["rewards"] == {"repeats": sample["reward"]}
+        assert (sample["advantage"] is None) == (sample["finish_reason"] == "length")
+        ((version, start, end),) = sample["versions"]
+        assert (version, start, end) == (sample["step"] - 1, 0, sample["num_tokens"])
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [(r["heldout/pass@1"], r["heldout/pass@4"]) for r in metrics if "heldout/pass@4" in r]
+    assert len(rates) == 2 and all(0 < one < four <= 1 for one, four in rates)
+
+
 def test_the_schedule_spans_the_whole_run():
     config = grpo.parse_config(
         [

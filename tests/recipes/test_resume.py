@@ -18,7 +18,8 @@ from trainer_bridge.learner import Learner
 OPTIONS = (
     "--steps=4", "--warm_start.steps=2", "--evaluation.every=2", "--checkpoint.every=2",
     "--optimizer.minibatch_size=20", "--optimizer.lr_schedule=cosine", "--resume=auto",
-    "--rollout.prompts_per_step=10", "--task.train_size=17",
+    "--rollout.prompts_per_step=10", "--task.train_size=17", "--evaluation.samples=2",
+    "--logging.samples_every=1", "--logging.samples_keep=3",
 )  # fmt: skip
 TIMES = re.compile(r"timing_s|step_time|tokens_per_second|_s$|prefix_hit|preemptions")
 
@@ -39,7 +40,11 @@ def outcome(folder: Path, versions: bool = True) -> dict:
         del evaluation["seconds"]
     del content["files"], content["state"]["resumes"]
     metrics = records(folder)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert sorted({sample["step"] for sample in samples}) == [2, 3, 4]
     if not versions:
+        for sample in samples:
+            del sample["versions"]
         del content["policy_version"], trainer["policy_version"]
         for record in metrics:
             for name in [name for name in record if name.endswith("policy_version")]:
@@ -49,6 +54,7 @@ def outcome(folder: Path, versions: bool = True) -> dict:
         "trainer": flat(trainer),
         "state": content,
         "metrics": metrics,
+        "samples": samples,
     }
 
 
