@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from recipes.rewards import RewardTable, score_completions
+from recipes.rewards import RewardTable, score_rollouts
 from recipes.tasks.task import Row, Task, encode_prompt, prompt_text
 from rollout import RolloutBatch, SamplingParams
 from rollout.tokenizer import Tokenizer
@@ -144,12 +144,7 @@ def _complete(
 ) -> tuple[RolloutBatch, list[str], RewardTable]:
     """Rollouts of the rows' prompts, with their text and rewards."""
     batch = run_batch([encode_prompt(tokenizer, row["prompt"]) for row in rows], params)
-    completions = [tokenizer.decode(batch.tokens(i).tolist()) for i in range(len(batch))]
-    of_sample = [rows[i] for i in batch.prompt_index]
-    prompts = [prompt_text(row["prompt"]) for row in of_sample]
-    table = score_completions(
-        task.rewards, prompts, completions, of_sample, batch.finish_reasons
-    )
+    completions, table = score_rollouts(task.rewards, tokenizer, rows, batch)
     return batch, completions, table
 
 

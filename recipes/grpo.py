@@ -41,9 +41,9 @@ from recipes.output import holds_run, prepare_output
 from recipes.plugins import configured_preset
 from recipes.progress import RunDisplay
 from recipes.report import RunRecord, write_report
-from recipes.rewards import RewardTable, score_completions, teaching_samples
+from recipes.rewards import RewardTable, score_rollouts, teaching_samples
 from recipes.sampled_step import SampledStep
-from recipes.samples import COLUMNS, SampleLog, samples_of
+from recipes.samples import COLUMNS, SampleLog, choose, samples_of
 from recipes.sft import demonstration_batches, warm_start
 from recipes.step_metrics import (
     StepClock,
@@ -55,7 +55,7 @@ from recipes.step_metrics import (
 )
 from recipes.stopping import Stopped, StopSignals, stop_signals
 from recipes.tasks.catalog import load_task
-from recipes.tasks.task import Demonstrates, Task, encode_prompt, prompt_text
+from recipes.tasks.task import Demonstrates, Task, encode_prompt
 from rollout import EngineConfig, RolloutBatch, SamplingParams, TornWeights
 from trainer_bridge import Colocation, Placement, TrainerConfig, TrainerLost
 from trainer_bridge.algorithm import Algorithm
@@ -275,7 +275,8 @@ def train_to_the_end(
             taken, record.ahead = record.ahead, None
             metrics.log(step + 1, shown)
             if samples.due(step + 1):
-                samples.log(step + 1, samples_of(taken, colocation.tokenizer))
+                chosen = choose(taken.rewards.total, config.logging.samples_per_step)
+                samples.log(step + 1, samples_of(taken, chosen, colocation.tokenizer))
                 metrics.log_table(step + 1, "samples", COLUMNS, samples.rows(step + 1))
             for alarm in alarms.check(step + 1, shown):
                 display.note(alarm)
@@ -361,15 +362,7 @@ def sample_and_score(
     batch = colocation.pool.run_batch(prompts, params)
     clock.lap("rollout")
 
-    completions = [colocation.tokenizer.decode(batch.tokens(i).tolist()) for i in range(len(batch))]
-    sample_rows = [rows[index] for index in batch.prompt_index]
-    rewards = score_completions(
-        task.rewards,
-        [prompt_text(row["prompt"]) for row in sample_rows],
-        completions,
-        sample_rows,
-        batch.finish_reasons,
-    )
+    _, rewards = score_rollouts(task.rewards, colocation.tokenizer, rows, batch)
     clock.lap("reward")
     return batch, rewards
 

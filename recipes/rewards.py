@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.algorithms.advantages import reward_array
-from recipes.tasks.task import RewardFunction
+from recipes.tasks.task import RewardFunction, Row, prompt_text
+from rollout import RolloutBatch
+from rollout.tokenizer import Tokenizer
 
 UNFINISHED = frozenset({"rejected", "error", "aborted"})
 
@@ -96,6 +98,22 @@ def score_completions(
             raise RewardError(f"reward function {name!r}: {error}") from None
         columns[name] = column
     return RewardTable(_sum_scored(columns, num_samples), columns)
+
+
+def score_rollouts(
+    functions: Mapping[str, RewardFunction],
+    tokenizer: Tokenizer,
+    rows: Sequence[Row],
+    batch: RolloutBatch,
+) -> tuple[list[str], RewardTable]:
+    """The text of each rollout and what it earns. rows: those that the batch's prompts came from,
+    one for each."""
+    completions = [tokenizer.decode(batch.tokens(i).tolist()) for i in range(len(batch))]
+    of_sample = [rows[i] for i in batch.prompt_index]
+    prompts = [prompt_text(row["prompt"]) for row in of_sample]
+    return completions, score_completions(
+        functions, prompts, completions, of_sample, batch.finish_reasons
+    )
 
 
 def teaching_samples(finish_reasons: Sequence[str], mask_truncated: bool) -> NDArray[np.bool_]:

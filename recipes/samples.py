@@ -40,12 +40,15 @@ class Sample:
     versions: Sequence[tuple[int, int, int]]
 
 
-def samples_of(step: SampledStep, tokenizer: Tokenizer) -> list[Sample]:
-    """The rollouts of a step as text, with what they earned; no advantage for those that the loss
-    may not use."""
+def samples_of(
+    step: SampledStep, indices: Sequence[int], tokenizer: Tokenizer
+) -> list[Sample]:
+    """These rollouts of a step as text, with what they earned; no advantage for those that the
+    loss may not use."""
     batch, teaching = step.batch, set(step.teaching.tolist())
     samples = []
-    for i, rollout in enumerate(batch):
+    for i in indices:
+        rollout = batch[i]
         advantages = step.advantages[batch.offsets[i] : batch.offsets[i + 1]]
         teaches = i in teaching and len(advantages) > 0
         samples.append(

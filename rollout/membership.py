@@ -198,10 +198,9 @@ class Membership:
         assert self._source is not None
         if joining.probes is not None:
             found = self._probed(joining)
-            seen_all = joining.probes.keys() >= self._actors.keys()
-            if actor.name in found and seen_all:
-                if self._source.admit_actor(actor.name, about, found):
-                    return None
+            tellable = actor.name in found and joining.probes.keys() >= self._actors.keys()
+            if tellable and self._source.admit_actor(actor.name, about, found):
+                return None
             if time.monotonic() > joining.deadline:
                 raise ActorFailure("the weights kept changing: nobody to compare with")
         others = {name: peer.handle.probe.remote() for name, peer in self._actors.items()}

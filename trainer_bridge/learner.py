@@ -24,7 +24,7 @@ from trainer_bridge.losses import LossTokens, column, policy_loss, value_loss
 from trainer_bridge.metrics import StepMetrics
 from trainer_bridge.receipt import PublicationReceipt
 from trainer_bridge.reference import ReferencePolicy
-from trainer_bridge.scoring import hidden_rows, score_hidden
+from trainer_bridge.scoring import hidden_rows, score_hidden, score_micro_batch
 from trainer_bridge.token_columns import TokenColumns, advantages_per_token
 from trainer_bridge.trainer_config import TrainerConfig
 from trainer_bridge.trajectory import MicroBatch, micro_batches
@@ -302,9 +302,8 @@ class Learner:
         proximal, index = batch.logprobs.copy(), np.empty(batch.num_tokens, dtype=np.int64)
         with torch.no_grad():
             for micro in micro_batches(batch, range(len(batch)), self._config.micro_batch_tokens):
-                hidden = hidden_rows(self.model, micro, self._backend)
                 temperature = self._column(batch.temperatures, micro.rollout_index)
-                logprobs, _ = score_hidden(self.model, hidden, micro, temperature)
+                logprobs, _ = score_micro_batch(self.model, micro, temperature, self._backend)
                 proximal[micro.token_index] = logprobs.cpu().numpy()
                 index[micro.token_index] = micro.rollout_index
             proximal[~older] = batch.logprobs[~older]  # so that their weight is 1 by itself

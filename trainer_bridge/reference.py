@@ -10,7 +10,7 @@ from torch import Tensor
 from attention import AttentionBackend
 from rollout.model import Decoder
 from trainer_bridge.arena import ArenaLayout, WeightArena
-from trainer_bridge.scoring import hidden_rows, score_hidden
+from trainer_bridge.scoring import score_micro_batch
 from trainer_bridge.trajectory import MicroBatch
 
 
@@ -31,8 +31,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch, temperature: Tensor) -> Tensor:
         """Of every response token of one pack, fp32 `[T]`; temperature fp32 `[T]`."""
-        hidden = hidden_rows(self._model, micro, self._backend)
-        return score_hidden(self._model, hidden, micro, temperature)[0]
+        return score_micro_batch(self._model, micro, temperature, self._backend)[0]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Its weights; not copied."""

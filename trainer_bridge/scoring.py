@@ -43,6 +43,13 @@ def score_hidden(
     return score_rows(hidden, model.output_weight, targets, temperature, model.operators)
 
 
+def score_micro_batch(
+    model: Decoder, micro: MicroBatch, temperature: Tensor, backend: AttentionBackend
+) -> tuple[Tensor, Tensor]:
+    """`score_hidden` of the pack's own `hidden_rows`, for who needs the hidden states only once."""
+    return score_hidden(model, hidden_rows(model, micro, backend), micro, temperature)
+
+
 def score(
     model: Decoder,
     rollouts: Sequence[Rollout] | RolloutBatch,
@@ -67,8 +74,7 @@ def score(
         temperatures = torch.full_like(temperatures, temperature)
     for micro in micro_batches(batch, range(len(batch)), micro_batch_tokens):
         per_token = temperatures[torch.from_numpy(micro.rollout_index)]
-        hidden = hidden_rows(model, micro, backend)
-        logprobs, _ = score_hidden(model, hidden, micro, per_token)
+        logprobs, _ = score_micro_batch(model, micro, per_token, backend)
         in_pack = list(dict.fromkeys(micro.rollout_index.tolist()))
         parts = logprobs.split([int(batch.lengths[i]) for i in in_pack])
         for index, part in zip(in_pack, parts, strict=True):
