@@ -14,16 +14,18 @@ class Alarms:
 
     on_policy: every rollout is meant to be of the very weights it trains, and engine and trainer
     to compute the same bits; then a ratio other than 1 is a fault of the program, not of the data.
+    compares_groups: only differences of reward within a group teach.
     """
 
-    def __init__(self, on_policy: bool) -> None:
+    def __init__(self, on_policy: bool, compares_groups: bool = True) -> None:
         self._on_policy = on_policy
+        self._compares_groups = compares_groups
         self._standing: set[str] = set()
 
     def check(self, step: int, metrics: Metrics) -> list[str]:
         """The alarms that begin with this step, one sentence each."""
         now = dict(_off_policy(metrics)) if self._on_policy else {}
-        now |= dict(_learning(metrics))
+        now |= dict(_learning(metrics, self._compares_groups))
         begun = [f"ALARM, step {step}: {now[kind]}" for kind in now if kind not in self._standing]
         self._standing = set(now)
         return begun
@@ -50,9 +52,9 @@ def _off_policy(metrics: Metrics) -> list[tuple[str, str]]:
     return found
 
 
-def _learning(metrics: Metrics) -> list[tuple[str, str]]:
+def _learning(metrics: Metrics, compares_groups: bool) -> list[tuple[str, str]]:
     found = []
-    if metrics.get("frac_reward_zero_std") == 1.0:
+    if compares_groups and metrics.get("frac_reward_zero_std") == 1.0:
         found.append(
             ("uniform", "in no group do the rewards differ (frac_reward_zero_std 1): "
              "nothing is learned from this step")

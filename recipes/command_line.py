@@ -14,9 +14,10 @@ from typing import Any, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser
 
-from recipes.config import GrpoConfig
+from recipes.config import RunConfig
 
-DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_embedded.yaml"
+CONFIGS = Path(__file__).parent / "configs"
+DEFAULT_CONFIG = CONFIGS / "grpo_embedded.yaml"
 
 _WRONG_TYPE = re.compile(
     r'Parser key "(.+?)": Expected an? (?:typing\.)?(.+?)\. Got value: (.+)', re.DOTALL
@@ -32,33 +33,38 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message is one sentence naming the field."""
 
 
-def parse_config(arguments: Sequence[str]) -> GrpoConfig:
+def parse_config(
+    arguments: Sequence[str],
+    default_config: Path = DEFAULT_CONFIG,
+    program: str = "recipes.grpo",
+) -> RunConfig:
     """`[--config FILE] [--field value ...]` to a checked configuration.
 
-    The file defaults to configs/grpo_embedded.yaml; fields on the command line win over the file.
+    default_config: the file without `--config`; fields on the command line win over the file.
+    program: the module that `--help` names.
     `--algorithm NAME` is short for `--algorithm.name NAME`.
     `--help` and `--print_config` print and raise SystemExit(0). ConfigError for a missing or
     unreadable file, an unknown field (naming the nearest one) and a value out of range.
     """
     arguments = _in_full(arguments)
     if not any(a == "--config" or a.startswith("--config=") for a in arguments):
-        arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
-    known = list(field_names(GrpoConfig))
+        arguments = ["--config", str(default_config), *arguments]
+    known = list(field_names(RunConfig))
     for path in _config_files(arguments):
         _check_file(path, known)
     for argument in arguments:
         if argument.startswith("--"):
             _check_name(argument[2:].split("=")[0], known, "the command line", option=True)
-    parser = _parser()
+    parser = _parser(program)
     try:
         parsed = parser.parse_args(arguments)
         values = parser.instantiate(parsed)
-        return GrpoConfig(**{f.name: values[f.name] for f in dataclasses.fields(GrpoConfig)})
+        return RunConfig(**{f.name: values[f.name] for f in dataclasses.fields(RunConfig)})
     except (argparse.ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_one_sentence(error)) from None
 
 
-def write_config(config: GrpoConfig, path: Path) -> None:
+def write_config(config: RunConfig, path: Path) -> None:
     """The whole configuration as YAML; `--config` on that file gives the same run again."""
     path.write_text(
         yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), encoding="utf-8"
@@ -75,15 +81,15 @@ def field_names(config_class: type, prefix: str = "") -> Iterator[str]:
             yield from field_names(hints[item.name], f"{name}.")
 
 
-def _parser() -> ArgumentParser:
+def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(
-        prog="python -m recipes.grpo",
-        description="Train a policy by group-relative policy optimization on shared weights.",
+        prog=f"python -m {program}",
+        description="Train a policy by reinforcement learning on shared weights.",
         exit_on_error=False,
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of these fields")
-    parser.add_class_arguments(GrpoConfig)
+    parser.add_class_arguments(RunConfig)
     return parser
 
 
@@ -108,7 +114,7 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
 
 def _check_file(path: Path, known: Sequence[str]) -> None:
     if not path.is_file():
-        ready = sorted(os.path.relpath(p) for p in DEFAULT_CONFIG.parent.glob("*.yaml"))
+        ready = sorted(os.path.relpath(p) for p in CONFIGS.glob("*.yaml"))
         raise ConfigError(f"no configuration file {path}; the ready ones are {', '.join(ready)}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
-from recipes.algorithms.aggregation import Aggregation
+from recipes.algorithm_config import AlgorithmConfig, CriticConfig, PpoConfig
+from recipes.checks import at_least, positive
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class TaskConfig:
                 "task.rewards must name at least one function, each once, or be null; "
                 f"got {list(self.rewards)}"
             )
-        _at_least("task.train_size", self.train_size, 1)
-        _at_least("task.heldout_size", self.heldout_size, 1)
-        _at_least("task.min_terms", self.min_terms, 1)
-        _at_least("task.max_terms", self.max_terms, self.min_terms)
-        _at_least("task.min_digits", self.min_digits, 1)
-        _at_least("task.max_digits", self.max_digits, self.min_digits)
+        at_least("task.train_size", self.train_size, 1)
+        at_least("task.heldout_size", self.heldout_size, 1)
+        at_least("task.min_terms", self.min_terms, 1)
+        at_least("task.max_terms", self.max_terms, self.min_terms)
+        at_least("task.min_digits", self.min_digits, 1)
+        at_least("task.max_digits", self.max_digits, self.min_digits)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class WarmStartConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        _at_least("warm_start.steps", self.steps, 0)
-        _at_least("warm_start.batch_size", self.batch_size, 1)
+        at_least("warm_start.steps", self.steps, 0)
+        at_least("warm_start.batch_size", self.batch_size, 1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class RolloutConfig:
             on with those that are left
         heartbeat_timeout: seconds of silence after which a process counts as hung and is killed
         prompts_per_step: different prompts per training step
-        group_size: completions per prompt
+        group_size: completions per prompt; 1 only for algorithms without a group baseline, ppo and
+            reinforce_pp
         max_tokens: longest completion, in tokens
         temperature: of the sampled distribution; the trainer scores at the same one
         max_batch_size: sequences an engine computes at once; more of them queue
@@ -107,82 +109,15 @@ class RolloutConfig:
     exact: bool | None = None
 
     def __post_init__(self) -> None:
-        _at_least("rollout.nodes", self.nodes, 1)
-        _at_least("rollout.actors", self.actors, self.nodes, "one on each of rollout.nodes")
-        _at_least("rollout.restarts", self.restarts, 0)
-        _positive("rollout.heartbeat_timeout", self.heartbeat_timeout)
-        _at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
-        _at_least("rollout.group_size", self.group_size, 2, "a group baseline compares samples")
-        _at_least("rollout.max_tokens", self.max_tokens, 1)
-        _positive("rollout.temperature", self.temperature)
-        _at_least("rollout.max_batch_size", self.max_batch_size, 1)
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    """What is done with the rewards: a preset by name, and any part of it in exchange.
-
-    Args:
-        name: grpo (group mean and std), dr_grpo (no std, constant length normaliser), dapo (a
-            higher upper clip, dynamic sampling, overlong penalty), gspo (one ratio per sequence),
-            cispo (bounded weight, no clipping), sapo (smooth gate), rloo (leave-one-out baseline
-            on whole sequences) or reinforce_pp (no group baseline, whitened over the batch);
-            `--algorithm NAME` for short
-        advantages: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or your own as
-            module:function, (rewards, group_index, lengths) -> one number per rollout or per token
-        policy_loss: clip, gspo, cispo, sapo, reinforce or your own as module:function, with the
-            signature of those in recipes/algorithms/policy_losses.py
-        aggregation: token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm
-        correction: for tokens of older weights than those trained on (rollout.overlap): decoupled,
-            tis, mis, sequence_rejection or your own as module:function; null to leave them to the
-            ratio of the loss
-        clip_low: the ratio is clipped below 1 - clip_low
-        clip_high: and above 1 + clip_high
-        dual_clip: for a negative advantage A the loss of clip is at most -dual_clip * A
-        ratio_max: the ratio of cispo is at most this
-        dynamic_sampling: replace groups whose rewards are all equal by other prompts
-        max_sampling_rounds: how often, at most, one step samples for that; then it goes on with
-            the groups it has
-        overlong_share: the last share of max_tokens in which a completion loses reward, linearly,
-            up to overlong_factor at max_tokens; 0 for none
-        overlong_factor: see there
-        mask_truncated: leave completions that ran into max_tokens out of the loss
-    """
-
-    name: Literal[
-        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp"
-    ] = "grpo"
-    advantages: str | None = None
-    policy_loss: str | None = None
-    aggregation: Aggregation | None = None
-    correction: str | None = None
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    ratio_max: float | None = None
-    dynamic_sampling: bool | None = None
-    max_sampling_rounds: int = 10
-    overlong_share: float | None = None
-    overlong_factor: float = 1.0
-    mask_truncated: bool = False
-
-    def __post_init__(self) -> None:
-        if self.clip_low is not None and not 0 <= self.clip_low < 1:
-            raise ValueError(f"algorithm.clip_low must lie in [0, 1), got {self.clip_low}")
-        if self.clip_high is not None and self.clip_high < 0:
-            raise ValueError(f"algorithm.clip_high must be at least 0, got {self.clip_high}")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(
-                f"algorithm.dual_clip must be greater than 1 or null, got {self.dual_clip}"
-            )
-        if self.ratio_max is not None:
-            _positive("algorithm.ratio_max", self.ratio_max)
-        _at_least("algorithm.max_sampling_rounds", self.max_sampling_rounds, 1)
-        if self.overlong_share is not None and not 0 <= self.overlong_share <= 1:
-            raise ValueError(
-                f"algorithm.overlong_share must lie in [0, 1], got {self.overlong_share}"
-            )
-        _at_least("algorithm.overlong_factor", self.overlong_factor, 0)
+        at_least("rollout.nodes", self.nodes, 1)
+        at_least("rollout.actors", self.actors, self.nodes, "one on each of rollout.nodes")
+        at_least("rollout.restarts", self.restarts, 0)
+        positive("rollout.heartbeat_timeout", self.heartbeat_timeout)
+        at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
+        at_least("rollout.group_size", self.group_size, 1)
+        at_least("rollout.max_tokens", self.max_tokens, 1)
+        positive("rollout.temperature", self.temperature)
+        at_least("rollout.max_batch_size", self.max_batch_size, 1)
 
 
 @dataclass(frozen=True)
@@ -213,17 +148,17 @@ class OptimizerConfig:
     micro_batch_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        _positive("optimizer.learning_rate", self.learning_rate)
-        _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
-        _at_least("optimizer.weight_decay", self.weight_decay, 0)
+        positive("optimizer.learning_rate", self.learning_rate)
+        at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must lie in [0, 1), got {list(self.betas)}")
         if self.max_grad_norm is not None:
-            _positive("optimizer.max_grad_norm", self.max_grad_norm)
+            positive("optimizer.max_grad_norm", self.max_grad_norm)
         if self.minibatch_size is not None:
-            _at_least("optimizer.minibatch_size", self.minibatch_size, 1)
-        _at_least("optimizer.num_iterations", self.num_iterations, 1)
-        _at_least("optimizer.micro_batch_tokens", self.micro_batch_tokens, 1)
+            at_least("optimizer.minibatch_size", self.minibatch_size, 1)
+        at_least("optimizer.num_iterations", self.num_iterations, 1)
+        at_least("optimizer.micro_batch_tokens", self.micro_batch_tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -249,18 +184,18 @@ class EvaluationConfig:
     pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        _at_least("evaluation.every", self.every, 0)
+        at_least("evaluation.every", self.every, 0)
         if self.prompts is not None:
-            _at_least("evaluation.prompts", self.prompts, 1)
-        _at_least("evaluation.samples", self.samples, 0)
+            at_least("evaluation.prompts", self.prompts, 1)
+        at_least("evaluation.samples", self.samples, 0)
         if not self.pass_at or list(self.pass_at) != sorted({*self.pass_at}):
             raise ValueError(
                 f"evaluation.pass_at must be strictly ascending numbers, got {list(self.pass_at)}"
             )
-        _at_least("evaluation.pass_at", self.pass_at[0], 1)
+        at_least("evaluation.pass_at", self.pass_at[0], 1)
         if self.samples:
-            _at_least("evaluation.samples", self.samples, self.pass_at[-1], "the last of pass_at")
-        _positive("evaluation.temperature", self.temperature)
+            at_least("evaluation.samples", self.samples, self.pass_at[-1], "the last of pass_at")
+        positive("evaluation.temperature", self.temperature)
         if not isfinite(self.pass_reward):
             raise ValueError(f"evaluation.pass_reward must be a number, got {self.pass_reward}")
 
@@ -278,8 +213,8 @@ class CheckpointConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint.every", self.every, 0)
-        _at_least("checkpoint.keep", self.keep, 1)
+        at_least("checkpoint.every", self.every, 0)
+        at_least("checkpoint.keep", self.keep, 1)
 
 
 @dataclass(frozen=True)
@@ -302,14 +237,14 @@ class LoggingConfig:
     samples_keep: int = 50
 
     def __post_init__(self) -> None:
-        _at_least("logging.samples_per_step", self.samples_per_step, 1)
-        _at_least("logging.samples_every", self.samples_every, 0)
-        _at_least("logging.samples_keep", self.samples_keep, 1)
+        at_least("logging.samples_per_step", self.samples_per_step, 1)
+        at_least("logging.samples_every", self.samples_every, 0)
+        at_least("logging.samples_keep", self.samples_keep, 1)
 
 
 @dataclass(frozen=True)
-class GrpoConfig:
-    """One run of group-relative policy optimization.
+class RunConfig:
+    """One run, of whichever algorithm.
 
     Args:
         name: short name of the run; the default output folder and the wandb run carry it
@@ -326,6 +261,8 @@ class GrpoConfig:
         warm_start: the warm start
         rollout: sampling
         algorithm: the algorithm
+        ppo: what only PPO has
+        critic: the critic of PPO
         optimizer: the optimizer
         evaluation: held-out evaluation
         checkpoint: checkpoints
@@ -343,6 +280,8 @@ class GrpoConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    ppo: PpoConfig = field(default_factory=PpoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -353,22 +292,23 @@ class GrpoConfig:
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
         if self.resume and not self.output:
             raise ValueError("resume auto needs output, the folder of the run to go on with")
-        _at_least("trainer_restarts", self.trainer_restarts, 0)
-        _at_least("seed", self.seed, 0)
-        _at_least("steps", self.steps, 1)
+        at_least("trainer_restarts", self.trainer_restarts, 0)
+        at_least("seed", self.seed, 0)
+        at_least("steps", self.steps, 1)
+        if self.algorithm.compares_groups:
+            at_least(
+                "rollout.group_size", self.rollout.group_size, 2,
+                f"the group baseline of {self.algorithm.baseline} compares samples",
+            )  # fmt: skip
+        if self.algorithm.name == "ppo":
+            at_least(
+                "steps", self.steps, self.critic.warmup_steps + 1,
+                "the policy is trained after critic.warmup_steps",
+            )  # fmt: skip
+            rollouts = self.rollout.prompts_per_step * self.rollout.group_size
+            at_least("ppo.kl_horizon", self.ppo.kl_horizon, rollouts, "the rollouts of a step")
         if self.model == "embedded" and self.task.name != "embedded":
             raise ValueError(
                 f"model embedded knows only the characters of task.name embedded, "
                 f"got task.name {self.task.name!r}; choose another model, for example smollm2"
             )
-
-
-def _at_least(name: str, value: float, minimum: float, reason: str = "") -> None:
-    if not value >= minimum:
-        because = f" ({reason})" if reason else ""
-        raise ValueError(f"{name} must be at least {minimum}{because}, got {value}")
-
-
-def _positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive number, got {value}")

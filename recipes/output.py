@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.command_line import ConfigError, parse_config, write_config
-from recipes.config import GrpoConfig
+from recipes.config import RunConfig
 from recipes.errors import RunError, sentence
 
 _MAY_CHANGE = (
@@ -19,7 +19,7 @@ _MAY_CHANGE = (
 """Fields that change no weight and no token: a run may go on with others."""
 
 
-def prepare_output(config: GrpoConfig) -> Path:
+def prepare_output(config: RunConfig) -> Path:
     """Create the run's folder, write `config.yaml` into it, and return its absolute path.
 
     Without `output` a new folder runs/<name>-<time> is taken. A folder that holds a run is taken
@@ -50,7 +50,7 @@ def holds_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists()
 
 
-def _check_same_run(folder: Path, config: GrpoConfig) -> None:
+def _check_same_run(folder: Path, config: RunConfig) -> None:
     try:
         former = parse_config(["--config", str(folder / "config.yaml")])
     except ConfigError as error:

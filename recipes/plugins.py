@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from recipes.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
+from recipes.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, clipped_value_loss
 from recipes.algorithms.presets import PRESETS, Preset
-from recipes.config import AlgorithmConfig
+from recipes.config import RunConfig
 from recipes.errors import RunError, sentence
+
+_SHARED = ("aggregation", "dynamic_sampling", "overlong_share", "beta", "entropy_coefficient")
+"""Fields of the configuration that are fields of a preset as they are."""
 
 
 def named_function(
@@ -37,16 +41,17 @@ def named_function(
     return found
 
 
-def configured_preset(config: AlgorithmConfig) -> Preset:
+def configured_preset(run: RunConfig) -> Preset:
     """The preset with what the configuration changes in it. ValueError for a loss option that its
     loss has not, RunError for a function that cannot be found."""
+    config = run.algorithm
     preset = PRESETS[config.name]
     if config.policy_loss is not None:
         loss = named_function("algorithm.policy_loss", config.policy_loss, POLICY_LOSSES)
         preset = dataclasses.replace(preset, policy_loss=loss)
     changes: dict[str, Any] = {
         name: value
-        for name in ("aggregation", "dynamic_sampling", "overlong_share")
+        for name in _SHARED
         if (value := getattr(config, name)) is not None
     }
     if config.advantages is not None:
@@ -57,6 +62,8 @@ def configured_preset(config: AlgorithmConfig) -> Preset:
         changes["correction"] = named_function(
             "algorithm.correction", config.correction, CORRECTIONS
         )
+    if preset.value_loss is clipped_value_loss:
+        changes["value_loss"] = partial(clipped_value_loss, clip_range=run.ppo.value_clip)
     options = {
         name: value
         for name in ("clip_low", "clip_high", "dual_clip", "ratio_max")

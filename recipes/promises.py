@@ -138,11 +138,19 @@ def _exact(
 
 
 def _versions_rise(history: Sequence[Record], overlap: bool) -> PromiseCheck:
+    """A step whose predecessor published (with overlap, the one before that) has newer rollouts.
+    One that trained the critic alone published nothing."""
     promise = "policy version of the rollouts, step by step"
-    versions = [int(r["rollout/policy_version"]) for r in history if "rollout/policy_version" in r]
+    steps = [r for r in history if "rollout/policy_version" in r]
+    versions = [int(r["rollout/policy_version"]) for r in steps]
     if not versions:
         return PromiseCheck(promise, "not measured", "rises with every update", None)
-    rises = all(later > earlier for earlier, later in list(pairwise(versions))[overlap:])
+    published = ["publication/update_s" in record for record in steps]
+    pairs = list(pairwise(versions))[overlap:]
+    rises = all(
+        later > earlier or not update
+        for (earlier, later), update in zip(pairs, published, strict=False)
+    )
     measured = f"{versions[0]} to {versions[-1]} over {len(versions)} steps"
     return PromiseCheck(promise, measured, "rises with every update", rises)
 

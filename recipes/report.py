@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from recipes.checkpoints import Checkpoint
 from recipes.comparison import compare
-from recipes.config import GrpoConfig
+from recipes.config import RunConfig
 from recipes.errors import RunError
 from recipes.evaluation import Evaluation
 from recipes.progress import format_duration
@@ -32,10 +32,11 @@ from trainer_bridge import WeightsEcho
 class RunRecord:
     """How far a run has come and what it has seen; filled in place as the run goes on.
 
-    `state` goes into each checkpoint, and `restore` goes on from there.
+    `state` goes into each checkpoint, and `restore` goes on from there. carried: what a recipe's
+    lessons hand on from step to step.
     """
 
-    config: GrpoConfig
+    config: RunConfig
     history: list[dict[str, float]]
     evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
     weights_bytes: int = 0
@@ -49,6 +50,7 @@ class RunRecord:
     prompts_drawn: int = 0
     policy_version: int = 0
     ahead: SampledStep | None = None
+    carried: dict[str, float] = field(default_factory=dict)
     resumes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     status: str = "running"
@@ -59,6 +61,7 @@ class RunRecord:
             "records": len(self.history),
             "warm_start_done": self.warm_start_done,
             "prompts_drawn": self.prompts_drawn,
+            "carried": self.carried,
             "resumes": self.resumes,
             "evaluations": [[step, asdict(e)] for step, e in self.evaluations],
         }
@@ -72,6 +75,7 @@ class RunRecord:
         self.ahead = SampledStep.load(checkpoint.folder) if checkpoint else None
         self.warm_start_done = state.get("warm_start_done", 0)
         self.prompts_drawn = state.get("prompts_drawn", 0)
+        self.carried = dict(state.get("carried", {}))
         self.resumes = [*state.get("resumes", []), self.steps_done]
         self.evaluations[:] = [
             (step, Evaluation.from_dict(values)) for step, values in state.get("evaluations", [])

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from recipes.rewards import RewardTable
 from recipes.step_metrics import StepClock
@@ -20,26 +19,14 @@ FILE = "sampled_ahead.pt"
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """rewards: what each rollout earned; advantages fp32 `[total tokens]`; teaching int64: the
-    rollouts that the loss may use. prompts_drawn: from the data, since the run began, this step's
-    included."""
+    """rewards: what each rollout earned. prompts_drawn: from the data, since the run began, this
+    step's included."""
 
     batch: RolloutBatch
     rewards: RewardTable
-    advantages: NDArray[np.float32]
-    teaching: NDArray[np.int64]
     prompts_drawn: int
     metrics: dict[str, float]
     clock: StepClock
-
-    def taught(self) -> tuple[RolloutBatch, NDArray[np.float32]]:
-        """What goes to the trainer: the teaching rollouts and the advantages of their tokens."""
-        if len(self.teaching) == len(self.batch):
-            return self.batch, self.advantages
-        kept = np.zeros(len(self.batch), dtype=np.bool_)
-        kept[self.teaching] = True
-        of_token = np.repeat(kept, self.batch.lengths)
-        return self.batch.select(self.teaching), self.advantages[of_token]
 
     def save(self, folder: Path) -> None:
         """Into a checkpoint: what was sampled under older weights cannot be sampled again."""
@@ -52,8 +39,6 @@ class SampledStep:
                 "total": self.rewards.total,
                 "columns": {n: torch.from_numpy(c) for n, c in self.rewards.columns.items()},
             },
-            "advantages": torch.from_numpy(self.advantages),
-            "teaching": torch.from_numpy(self.teaching),
             "prompts_drawn": self.prompts_drawn,
             "metrics": self.metrics,
         }
@@ -72,8 +57,6 @@ class SampledStep:
                 state["rewards"]["total"],
                 {name: column.numpy() for name, column in state["rewards"]["columns"].items()},
             ),
-            state["advantages"].numpy(),
-            state["teaching"].numpy(),
             state["prompts_drawn"],
             state["metrics"],
             StepClock(),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from recipes.lesson import Lesson
 from recipes.metrics import warn_on_stderr
 from recipes.sampled_step import SampledStep
 from rollout.tokenizer import Tokenizer
@@ -41,23 +42,25 @@ class Sample:
 
 
 def samples_of(
-    step: SampledStep, indices: Sequence[int], tokenizer: Tokenizer
+    step: SampledStep, lesson: Lesson, indices: Sequence[int], tokenizer: Tokenizer
 ) -> list[Sample]:
     """These rollouts of a step as text, with what they earned; no advantage for those that the
-    loss may not use."""
-    batch, teaching = step.batch, set(step.teaching.tolist())
+    lesson leaves out."""
+    in_lesson = {rollout: place for place, rollout in enumerate(lesson.rollouts.tolist())}
     samples = []
     for i in indices:
-        rollout = batch[i]
-        advantages = step.advantages[batch.offsets[i] : batch.offsets[i + 1]]
-        teaches = i in teaching and len(advantages) > 0
+        rollout, place = step.batch[i], in_lesson.get(i)
+        advantage = None
+        if place is not None and rollout.token_ids:
+            offsets = lesson.batch.offsets
+            advantage = float(lesson.advantages[offsets[place] : offsets[place + 1]].mean())
         samples.append(
             Sample(
                 tokenizer.decode(rollout.prompt_token_ids),
                 tokenizer.decode(rollout.token_ids),
                 step.rewards.total[i],
                 step.rewards.of_sample(i),
-                float(advantages.mean()) if teaches else None,
+                advantage,
                 len(rollout.token_ids),
                 rollout.finish_reason,
                 rollout.version_spans,

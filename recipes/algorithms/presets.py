@@ -2,8 +2,9 @@
 
     rewards --advantages--> [N] or [T] --policy_loss, correction--> [T] --aggregation--> one number
 
-`advantages` runs in the recipe; `Preset.algorithm()` is what travels to the trainer by pickle, so
-losses and corrections are module-level functions or `functools.partial` of them.
+`advantages` runs in the recipe (those of PPO come from its critic); `Preset.algorithm()` is what
+travels to the trainer by pickle, so losses and corrections are module-level functions or
+`functools.partial` of them.
 """
 
 from __future__ import annotations
@@ -22,27 +23,35 @@ from recipes.algorithms.advantages import (
     rloo_advantages,
 )
 from recipes.algorithms.aggregation import token_weights
+from recipes.algorithms.kl import kl_penalty
 from recipes.algorithms.policy_losses import TokenLoss, cispo, clip, gspo, sapo
 from recipes.algorithms.policy_losses import sft as sft_loss
-from trainer_bridge.algorithm import Algorithm, Correction
+from recipes.algorithms.value_losses import clipped_value_loss
+from trainer_bridge.algorithm import Algorithm, Correction, ValueLoss
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
     """One algorithm, whole. `dataclasses.replace` changes a part.
 
-    aggregation: a mode of `token_weights`. dynamic_sampling: groups whose rewards are all equal are
-    replaced by others. overlong_share: the last share of the longest completion in which
-    `overlong_penalty` takes hold; 0 for no such penalty.
+    advantages: None where the recipe has its own, from a critic. aggregation: a mode of
+    `token_weights`. dynamic_sampling: groups whose rewards are all equal are replaced by others.
+    overlong_share: the last share of the longest completion in which `overlong_penalty` takes
+    hold; 0 for no such penalty. beta: of `kl_penalty` in the loss; 0 for no reference policy.
+    value_loss: the critic's; None for no critic. recipe: the module that takes its steps.
     """
 
     name: str
-    advantages: AdvantageFunction
+    advantages: AdvantageFunction | None
     policy_loss: Callable[..., TokenLoss]
     aggregation: str
     correction: Correction | None = None
     dynamic_sampling: bool = False
     overlong_share: float = 0.0
+    beta: float = 0.0
+    entropy_coefficient: float = 0.0
+    value_loss: ValueLoss | None = None
+    recipe: str = "recipes.grpo"
 
     def with_loss_options(self, **options: float) -> Preset:
         """The same with keyword options of its loss. ValueError for one that the loss has not."""
@@ -63,7 +72,16 @@ class Preset:
         weights = partial(
             token_weights, mode=self.aggregation, max_completion_length=max_completion_length
         )
-        return Algorithm(self.name, self.policy_loss, weights, self.correction)
+        penalty = partial(kl_penalty, coefficient=self.beta) if self.beta else None
+        return Algorithm(
+            self.name,
+            self.policy_loss,
+            weights,
+            self.correction,
+            penalty,
+            self.entropy_coefficient,
+            self.value_loss,
+        )
 
 
 PRESETS: dict[str, Preset] = {
@@ -93,6 +111,15 @@ PRESETS: dict[str, Preset] = {
         Preset("rloo", rloo_advantages, clip, "seq_mean_token_sum"),
         # Hu et al. 2025, arXiv:2501.03262.
         Preset("reinforce_pp", reinforce_pp_advantages, clip, "token_mean"),
+        # Schulman et al. 2017, arXiv:1707.06347, with the dual clip of arXiv:1912.09729.
+        Preset(
+            "ppo",
+            None,
+            partial(clip, dual_clip=3.0),
+            "token_mean",
+            value_loss=clipped_value_loss,
+            recipe="recipes.ppo",
+        ),
     )
 }
 

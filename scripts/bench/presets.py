@@ -2,7 +2,8 @@
 
     python -m scripts.bench.presets [--seeds 3] [--algorithms dapo gspo] [--field value ...]
 
-Each run is `python -m recipes.grpo` with its own process, actors and folder, one after another;
+Each run is the recipe of its preset, `python -m recipes.grpo` or `recipes.ppo`, with its default
+configuration and its own process, actors and folder, one after another;
 equal seeds start from the same warm-started policy and meet the same prompts. Prints one JSON line
 per run and then a table; fields of the recipe pass through.
 """
@@ -45,7 +46,7 @@ def train(name: str, seed: int, fields: list[str]) -> dict[str, float | str]:
         started = time.monotonic()
         run = subprocess.run(
             [
-                sys.executable, "-m", "recipes.grpo", f"--algorithm={name}", f"--seed={seed}",
+                sys.executable, "-m", PRESETS[name].recipe, f"--algorithm={name}", f"--seed={seed}",
                 f"--output={output}", "--logging.wandb=disabled", *fields,
             ],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

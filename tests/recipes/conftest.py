@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_run
 
-from recipes import grpo
+from recipes import grpo, loop
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def policy(tmp_path_factory):
 @pytest.fixture
 def run_grpo(policy, tmp_path, monkeypatch):
     """`run_grpo(*options)` -> (exit code, output folder)."""
-    monkeypatch.setattr(grpo, "Colocation", tiny_run.LocalColocation)
+    monkeypatch.setattr(loop, "Colocation", tiny_run.LocalColocation)
 
     def run(*options, output="run"):
         folder = tmp_path / output

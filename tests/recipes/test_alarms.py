@@ -63,3 +63,9 @@ def test_a_broken_run_says_so_and_a_whole_one_does_not(run_grpo, monkeypatch, ca
     printed = capsys.readouterr().out
     assert printed.count("ALARM, step 1: the importance ratio of the first minibatch is") == 1
     assert printed.count("ALARM, step 1: engine and trainer differ by 0.25 in a log-prob") == 1
+
+
+def test_equal_rewards_are_no_alarm_where_groups_are_not_compared():
+    alike = GOOD | {"frac_reward_zero_std": 1.0}
+    assert Alarms(on_policy=True, compares_groups=False).check(1, alike) == []
+    assert len(Alarms(on_policy=True).check(1, alike)) == 1

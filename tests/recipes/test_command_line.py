@@ -7,6 +7,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
+from recipes.algorithms.presets import PRESETS
 from recipes.command_line import (
     DEFAULT_CONFIG,
     ConfigError,
@@ -14,7 +15,7 @@ from recipes.command_line import (
     parse_config,
     write_config,
 )
-from recipes.config import GrpoConfig
+from recipes.config import RunConfig
 
 CONFIGS = sorted(DEFAULT_CONFIG.parent.glob("*.yaml"))
 
@@ -34,8 +35,15 @@ def test_shipped_files_parse_and_start_with_their_command(path):
     config = parse_config(["--config", str(path)])
     assert config.name == path.stem
     head = path.read_text().split("name:")[0]
-    assert "python -m recipes.grpo" in head
+    assert f"python -m {PRESETS[config.algorithm.name].recipe}" in head
     assert all(line.startswith("#") for line in head.strip().splitlines())
+
+
+def test_a_group_of_one_where_nothing_compares_groups():
+    for options in (["--algorithm=ppo"], ["--algorithm=reinforce_pp"],
+                    ["--algorithm.advantages=mine:advantages"]):  # fmt: skip
+        config = parse_config([*options, "--rollout.group_size=1"])
+        assert config.rollout.group_size == 1
 
 
 def test_command_line_wins_over_file(tmp_path):
@@ -46,7 +54,7 @@ def test_command_line_wins_over_file(tmp_path):
     )
     assert (config.steps, config.rollout.group_size, config.rollout.temperature) == (7, 6, 0.7)
     assert config.optimizer.betas == (0.5, 0.6)
-    assert config.model == GrpoConfig().model, "a file replaces the default file, not adds to it"
+    assert config.model == RunConfig().model, "a file replaces the default file, not adds to it"
 
 
 def test_written_configuration_gives_the_same_run(tmp_path):
@@ -67,8 +75,8 @@ def test_help_explains_every_field(capsys):
         parse_config(["--help"])
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
-    sectioned = sections(GrpoConfig)
-    for name in field_names(GrpoConfig):
+    sectioned = sections(RunConfig)
+    for name in field_names(RunConfig):
         if name in sectioned:
             continue
         entry = re.search(rf"--{re.escape(name)} (\{{[^}}]*\}}|\S+)\s+(\w+)", text)
@@ -86,9 +94,29 @@ def test_help_explains_every_field(capsys):
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--seed=-1"], "seed must be at least 0, got -1"),
         (["--rollout.group_size", "1"], r"rollout.group_size must be at least 2 .*, got 1"),
+        (
+            ["--rollout.group_size=1", "--algorithm.name=reinforce_pp",
+             "--algorithm.advantages=rloo"],
+            r"at least 2 \(the group baseline of rloo compares samples\), got 1",
+        ),
+        (["--rollout.group_size=0", "--algorithm=ppo"], "group_size must be at least 1, got 0"),
+        (["--algorithm=ppo", "--algorithm.advantages=grpo"], "advantages must be null for ppo"),
+        (["--algorithm=ppo", "--algorithm.dynamic_sampling=true"], "null or false for ppo"),
+        (
+            ["--algorithm=ppo", "--steps=5", "--critic.warmup_steps=5"],
+            r"steps must be at least 6 \(the policy is trained after critic.warmup_steps\), got 5",
+        ),
+        (
+            ["--algorithm=ppo", "--ppo.kl_horizon=100"],
+            r"ppo.kl_horizon must be at least 128 \(the rollouts of a step\), got 100",
+        ),
+        (["--ppo.kl_target=0.1", "--ppo.kl_coefficient=0"], "kl_coefficient must be a positive"),
+        (["--ppo.lam=1.1"], r"ppo.lam must lie in \[0, 1\], got 1.1"),
+        (["--critic.learning_rate=0"], "critic.learning_rate must be a positive number, got 0"),
+        (["--algorithm.beta=-1"], "algorithm.beta must be at least 0, got -1"),
         (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be a positive number"),
         (["--optimizer.learning_rate", ".nan"], "learning_rate must be a positive number, got nan"),
-        (["--algorithm.name", "ppo"], r"algorithm.name: expected Literal\['grpo'.*, got ppo"),
+        (["--algorithm.name", "trpo"], r"algorithm.name: expected Literal\['grpo'.*, got trpo"),
         (["--algorithm.aggregation", "mean"], r"Literal\['token_mean', .*\] or null, got mean$"),
         (["--algorithm.dual_clip", "x"], "^algorithm.dual_clip: expected float or null, got x$"),
         (["--algorithm.dual_clip", "0.5"], "algorithm.dual_clip must be greater than 1"),
@@ -125,7 +153,7 @@ def test_mistakes_in_a_file_are_one_sentence(tmp_path, content, message):
 
 
 def test_shipped_files_hold_no_unknown_field():
-    known = set(field_names(GrpoConfig))
+    known = set(field_names(RunConfig))
     for path in CONFIGS:
         content = yaml.safe_load(path.read_text())
         for key, value in content.items():

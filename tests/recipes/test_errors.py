@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from recipes.config import GrpoConfig, TaskConfig
+from recipes.config import RunConfig, TaskConfig
 from recipes.errors import RunError, sentence
 from recipes.models import model_location
 from recipes.output import prepare_output
@@ -38,7 +38,7 @@ def test_sentence(error, text):
 
 
 def test_output_folder_holds_the_configuration(tmp_path):
-    config = GrpoConfig(output=str(tmp_path / "deep" / "run"))
+    config = RunConfig(output=str(tmp_path / "deep" / "run"))
     folder = prepare_output(config)
     assert folder == tmp_path / "deep" / "run"
     assert (folder / "config.yaml").is_file()
@@ -46,7 +46,7 @@ def test_output_folder_holds_the_configuration(tmp_path):
 
 def test_output_folder_without_a_name_is_always_a_new_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first, second = prepare_output(GrpoConfig()), prepare_output(GrpoConfig())
+    first, second = prepare_output(RunConfig()), prepare_output(RunConfig())
     assert first != second
     assert first.parent == tmp_path / "runs"
 
@@ -54,7 +54,7 @@ def test_output_folder_without_a_name_is_always_a_new_one(tmp_path, monkeypatch)
 def test_a_folder_with_a_run_is_refused_and_untouched(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(RunError, match="already holds a run; choose another folder with --output"):
-        prepare_output(GrpoConfig(output=str(tmp_path)))
+        prepare_output(RunConfig(output=str(tmp_path)))
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -63,7 +63,7 @@ def test_an_unwritable_output_folder(tmp_path, folder):
     """F6. These refuse the superuser too: a file in the way, a file system that takes no folder."""
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot write to the output folder .*--output"):
-        prepare_output(GrpoConfig(output=str(tmp_path / folder)))
+        prepare_output(RunConfig(output=str(tmp_path / folder)))
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "nowhere", "a/b/c"])

@@ -10,9 +10,10 @@ import tiny_run
 
 from recipes import grpo
 from recipes.algorithms.presets import PRESETS
+from recipes.command_line import parse_config
 from recipes.evaluation import evaluate
+from recipes.trainer_settings import trainer_config
 from rollout import RolloutEngine, load_pretrained
-from trainer_bridge import TrainerConfig
 
 
 def records(folder):
@@ -79,6 +80,7 @@ def test_it_learns(run_grpo, algorithm):
         "--warm_start.steps=25",
         "--steps=40",
         f"--algorithm={algorithm}",
+        "--critic.learning_rate=3e-3",  # of ppo alone
         "--rollout.prompts_per_step=16",
         "--rollout.group_size=8",
     )
@@ -229,14 +231,17 @@ def test_samples_to_read_and_pass_at_k(run_grpo):
     assert len(rates) == 2 and all(0 < one < four <= 1 for one, four in rates)
 
 
-def test_the_schedule_spans_the_whole_run():
-    config = grpo.parse_config(
+@pytest.mark.parametrize(("algorithm", "policy_steps"), [("grpo", 10), ("ppo", 7)])
+def test_the_schedule_spans_the_whole_run(algorithm, policy_steps):
+    """The steps that change the policy: those of the critic alone are none."""
+    config = parse_config(
         [
             "--warm_start.steps=5", "--steps=10", "--rollout.prompts_per_step=4",
             "--rollout.group_size=4", "--optimizer.minibatch_size=6",
             "--optimizer.num_iterations=2", "--optimizer.lr_schedule=linear",
+            f"--algorithm={algorithm}", "--critic.warmup_steps=3",
         ]
-    )
-    trainer = grpo._trainer_config(config)
-    assert isinstance(trainer, TrainerConfig)
-    assert trainer.total_steps == 5 + 10 * 3 * 2
+    )  # fmt: skip
+    trainer = trainer_config(config, PRESETS[algorithm])
+    assert trainer.total_steps == 5 + policy_steps * 3 * 2
+    assert (trainer.critic is None) == (trainer.reference is False) == (algorithm == "grpo")

@@ -13,6 +13,7 @@ GOOD = {
     "sampling/sampling_logp_difference/max": 0.0,
     "rollout/versions_behind": 0.0,
     "rollout/version_spans_max": 1.0,
+    "publication/update_s": 0.001,
 }
 
 
@@ -45,7 +46,10 @@ def test_with_overlap_only_the_lag_is_promised():
     """One step's publications, here two, and no more; nothing is said of the ratio."""
     versions, behind = (4, 4, 6, 8), (0, 2, 2, 2)
     history = [
-        {"rollout/policy_version": v, "rollout/versions_behind": b, "rollout/version_spans_max": 1}
+        {
+            "rollout/policy_version": v, "rollout/versions_behind": b,
+            "rollout/version_spans_max": 1, "publication/update_s": 0.001,
+        }
         for v, b in zip(versions, behind, strict=True)
     ]
     checks = check_promises(history, overlap=True)
@@ -55,6 +59,19 @@ def test_with_overlap_only_the_lag_is_promised():
     history[3]["rollout/versions_behind"] = 3
     assert [check.holds for check in check_promises(history, overlap=True)] == [False, True, True]
     assert [check.holds for check in check_promises(history)][2:4] == [False, False]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_version_may_stay_where_nothing_was_published(overlap):
+    """Steps of a critic alone; with overlap an update is seen one step later."""
+    versions = (4, 4, 4, 4, 5, 6) if overlap else (4, 4, 4, 5, 6)
+    history = [GOOD | {"rollout/policy_version": v} for v in versions]
+    for record in history[:2]:
+        del record["publication/update_s"]
+    rises = check_promises(history, overlap)[-2]
+    assert rises.promise.startswith("policy version") and rises.holds
+    history[1]["publication/update_s"] = 0.001
+    assert check_promises(history, overlap)[-2].holds is False
 
 
 def test_nothing_measured_is_said():

@@ -1,6 +1,6 @@
 """The report: what was measured, the table of promises, and honest words for what was not."""
 
-from recipes.config import GrpoConfig, WarmStartConfig
+from recipes.config import RunConfig, WarmStartConfig
 from recipes.evaluation import Evaluation
 from recipes.report import RunRecord, write_report
 
@@ -12,7 +12,7 @@ def evaluation(reward):
 
 def test_before_and_after(tmp_path):
     record = RunRecord(
-        GrpoConfig(warm_start=WarmStartConfig(steps=7)),
+        RunConfig(warm_start=WarmStartConfig(steps=7)),
         [{"step": step, "reward": step / 10, "entropy": 1.0} for step in range(1, 21)],
         evaluations=[(0, evaluation(0.25)), (20, evaluation(0.75))],
         weights_bytes=3 * 2**20,
@@ -33,7 +33,7 @@ def test_before_and_after(tmp_path):
 
 
 def test_a_run_that_never_started(tmp_path):
-    record = RunRecord(GrpoConfig(), [], status="failed: no model")
+    record = RunRecord(RunConfig(), [], status="failed: no model")
     text = write_report(tmp_path, record).read_text()
     assert "failed: no model" in text
     assert "Not evaluated." in text and "No step was completed." in text
@@ -42,7 +42,7 @@ def test_a_run_that_never_started(tmp_path):
 def test_every_table_row_has_the_columns_of_its_head(tmp_path):
     """A stray bar in a name or a prompt would shift a row."""
     record = RunRecord(
-        GrpoConfig(),
+        RunConfig(),
         [{"step": 1, "reward": 0.5}],
         evaluations=[(0, evaluation(0.5))],
         memory_before={"trainer": 1},

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from recipes import plugins
 from recipes.algorithms import ADVANTAGES, POLICY_LOSSES, gspo, token_weights
 from recipes.algorithms.presets import PRESETS
-from recipes.config import AlgorithmConfig
+from recipes.config import AlgorithmConfig, PpoConfig, RunConfig
 from recipes.errors import RunError
-from recipes.plugins import configured_preset
 from trainer_bridge.algorithm import resolve_algorithm
 
 torch.set_num_threads(1)
@@ -25,8 +25,12 @@ RATIO_10 = (torch.tensor([10.0]).log(), torch.zeros(1), torch.ones(1), torch.ten
 AGGREGATIONS = {
     "grpo": "token_mean", "dr_grpo": "seq_mean_token_sum_norm", "dapo": "token_mean",
     "gspo": "seq_mean_token_mean", "cispo": "token_mean", "sapo": "seq_mean_token_mean",
-    "rloo": "seq_mean_token_sum", "reinforce_pp": "token_mean",
+    "rloo": "seq_mean_token_sum", "reinforce_pp": "token_mean", "ppo": "token_mean",
 }  # fmt: skip
+
+
+def configured_preset(config):
+    return plugins.configured_preset(RunConfig(algorithm=config))
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "sft"])
@@ -56,7 +60,7 @@ def test_dapo_is_what_it_says():
 
 def test_a_configuration_sets_the_clipping():
     config = {"clip_low": 0.1, "clip_high": 0.5, "dual_clip": 2.0}
-    for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp"):
+    for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo"):
         loss = configured_preset(AlgorithmConfig(name, **config)).algorithm().policy_loss
         log_ratio, old, one, index = RATIO_10
         assert loss(log_ratio, old, one, index).loss.item() == pytest.approx(-1.5)
@@ -120,5 +124,29 @@ def test_what_cannot_be_found_is_named(field, value, message):
 
 
 def test_another_name_is_refused():
-    with pytest.raises(ValueError, match=r"algorithm must be one of grpo, .* or sft, got 'ppo'"):
-        resolve_algorithm("ppo")
+    with pytest.raises(ValueError, match=r"algorithm must be one of grpo, .* or sft, got 'trpo'"):
+        resolve_algorithm("trpo")
+
+
+def test_ppo_has_a_dual_clip_and_a_critic():
+    algorithm = PRESETS["ppo"].algorithm()
+    log_ratio, old, one, index = RATIO_10
+    assert algorithm.policy_loss(log_ratio, old, -one, index).loss.item() == pytest.approx(3.0)
+    moved = (torch.tensor([2.0]), torch.zeros(1), torch.tensor([2.0]))
+    assert algorithm.value_loss(*moved).loss.item() == pytest.approx(1.5**2 / 2)
+    for clip, expected in ((1.0, 1 / 2), (None, 0.0)):
+        run = RunConfig(algorithm=AlgorithmConfig("ppo"), ppo=PpoConfig(value_clip=clip))
+        loss = pickle.loads(pickle.dumps(plugins.configured_preset(run).algorithm())).value_loss
+        assert loss(*moved).loss.item() == pytest.approx(expected)
+    assert all((PRESETS[name].value_loss is None) == (name != "ppo") for name in PRESETS)
+
+
+def test_the_penalty_and_the_entropy_bonus_are_of_every_preset():
+    for name in PRESETS:
+        plain = configured_preset(AlgorithmConfig(name)).algorithm()
+        assert plain.reference_penalty is None and plain.entropy_coefficient == 0
+        both = AlgorithmConfig(name, beta=0.5, entropy_coefficient=0.25)
+        algorithm = pickle.loads(pickle.dumps(configured_preset(both).algorithm()))
+        penalty = algorithm.reference_penalty(torch.tensor([0.0]), torch.tensor([1.0]))
+        assert penalty.loss.item() == pytest.approx(0.5 * (np.e - 2))
+        assert algorithm.entropy_coefficient == 0.25
