@@ -19,8 +19,9 @@ class TaskConfig:
     """Which prompts and rewards to train on.
 
     Args:
-        name: embedded (a tiny character-level policy), chain_sum or basic_arithmetic (a chat
-            model), or your own as module:function, called with this section and the seed
+        name: embedded or calculator (a tiny character-level policy, without and with a tool),
+            chain_sum or basic_arithmetic (a chat model), or your own as module:function, called
+            with this section and the seed
         rewards: reward functions as module:function, instead of the task's own; their sum counts
         train_size: number of training prompts
         heldout_size: number of held-out prompts, never trained on
@@ -87,7 +88,8 @@ class RolloutConfig:
         prompts_per_step: different prompts per training step
         group_size: completions per prompt; 1 only for algorithms without a group baseline, ppo and
             reinforce_pp
-        max_tokens: longest completion, in tokens
+        max_tokens: longest completion, in tokens; of a conversation, an environment's included
+        max_turns: of a conversation with an environment, how often the policy may speak
         temperature: of the sampled distribution; the trainer scores at the same one
         max_batch_size: sequences an engine computes at once; more of them queue
         overlap: sample the rollouts of the next step while this one's gradient is computed; they
@@ -103,6 +105,7 @@ class RolloutConfig:
     prompts_per_step: int = 16
     group_size: int = 8
     max_tokens: int = 16
+    max_turns: int = 8
     temperature: float = 1.0
     max_batch_size: int = 64
     overlap: bool = False
@@ -116,6 +119,7 @@ class RolloutConfig:
         at_least("rollout.prompts_per_step", self.prompts_per_step, 1)
         at_least("rollout.group_size", self.group_size, 1)
         at_least("rollout.max_tokens", self.max_tokens, 1)
+        at_least("rollout.max_turns", self.max_turns, 1)
         positive("rollout.temperature", self.temperature)
         at_least("rollout.max_batch_size", self.max_batch_size, 1)
 
@@ -307,8 +311,8 @@ class RunConfig:
             )  # fmt: skip
             rollouts = self.rollout.prompts_per_step * self.rollout.group_size
             at_least("ppo.kl_horizon", self.ppo.kl_horizon, rollouts, "the rollouts of a step")
-        if self.model == "embedded" and self.task.name != "embedded":
+        if self.model == "embedded" and self.task.name not in ("embedded", "calculator"):
             raise ValueError(
-                f"model embedded knows only the characters of task.name embedded, "
+                f"model embedded knows only the characters of task.name embedded and calculator, "
                 f"got task.name {self.task.name!r}; choose another model, for example smollm2"
             )

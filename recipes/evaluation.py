@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from recipes.episodes import RunBatch, sample_rows
 from recipes.rewards import RewardTable, score_rollouts
-from recipes.tasks.task import Row, Task, encode_prompt, prompt_text
+from recipes.tasks.task import Row, Task, prompt_text
 from rollout import RolloutBatch, SamplingParams
 from rollout.tokenizer import Tokenizer
-
-RunBatch: TypeAlias = Callable[[list[list[int]], SamplingParams], RolloutBatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,7 @@ def evaluate(
     task: Task,
     *,
     max_tokens: int,
+    max_turns: int = 8,
     num_prompts: int | None = None,
     num_examples: int = 5,
     num_samples: int = 0,
@@ -84,13 +84,13 @@ def evaluate(
         task.heldout[i] for i in range(min(num_prompts or len(task.heldout), len(task.heldout)))
     ]
     greedy = SamplingParams(n=1, temperature=0.0, max_tokens=max_tokens)
-    batch, completions, table = _complete(run_batch, tokenizer, task, rows, greedy)
+    batch, completions, table = _complete(run_batch, tokenizer, task, rows, greedy, max_turns)
     tallies = [Tally(0, 0)] * len(rows)
     if num_samples:
         params = SamplingParams(
             n=num_samples, temperature=temperature, max_tokens=max_tokens, seed=seed
         )
-        sampled, _, rewards = _complete(run_batch, tokenizer, task, rows, params)
+        sampled, _, rewards = _complete(run_batch, tokenizer, task, rows, params, max_turns)
         tallies = _tallies(rewards.total, sampled.prompt_index.tolist(), len(rows), pass_reward)
 
     rates = _rates(table.total, tallies, pass_at)
@@ -141,10 +141,11 @@ def _complete(
     task: Task,
     rows: Sequence[Row],
     params: SamplingParams,
+    max_turns: int,
 ) -> tuple[RolloutBatch, list[str], RewardTable]:
     """Rollouts of the rows' prompts, with their text and rewards."""
-    batch = run_batch([encode_prompt(tokenizer, row["prompt"]) for row in rows], params)
-    completions, table = score_rollouts(task.rewards, tokenizer, rows, batch)
+    batch, earned = sample_rows(run_batch, tokenizer, task, rows, params, max_turns)
+    completions, table = score_rollouts(task.rewards, tokenizer, rows, batch, earned)
     return batch, completions, table
 
 

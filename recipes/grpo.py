@@ -21,10 +21,10 @@ from recipes.lesson import Lesson
 from recipes.recipe import Run
 from recipes.rewards import RewardTable, teaching_samples
 from recipes.sampled_step import SampledStep
-from recipes.sampling import sample_and_score, sampled_metrics, shaped_rewards
+from recipes.sampling import sample_and_score, sampled_metrics, shaped_rewards, spread
 from recipes.step_metrics import StepClock
 from rollout import RolloutBatch
-from trainer_bridge.token_columns import TokenColumns, advantages_per_token
+from trainer_bridge import TokenColumns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,8 +76,8 @@ def lesson(run: Run, sample: SampledStep) -> Lesson:
     batch = sample.batch
     shaped = shaped_rewards(run, batch, sample.rewards)
     assert run.preset.advantages is not None
-    advantages = advantages_per_token(
-        batch, run.preset.advantages(shaped, batch.prompt_index, batch.lengths)
+    advantages = spread(
+        batch, run.preset.advantages(shaped, batch.prompt_index, batch.response_lengths)
     )
     teaches = teaching_samples(batch.finish_reasons, run.config.algorithm.mask_truncated)
     rollouts = np.flatnonzero(teaches)

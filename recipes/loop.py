@@ -297,6 +297,7 @@ def _evaluate(run: Run, signals: StopSignals) -> dict[str, float]:
         run.colocation.tokenizer,
         run.task,
         max_tokens=config.rollout.max_tokens,
+        max_turns=config.rollout.max_turns,
         num_prompts=config.evaluation.prompts,
         num_samples=config.evaluation.samples,
         pass_at=config.evaluation.pass_at,

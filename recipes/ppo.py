@@ -50,12 +50,13 @@ def lesson(run: Run, sample: SampledStep) -> Lesson:
     """Rewards to advantages and returns: KL penalty per token, values of the critic, GAE.
 
     The reward is that of a rollout's last token; nothing is expected after it, of a truncated
-    rollout neither. In the first `critic.warmup_steps` steps only the critic learns.
+    rollout neither. Tokens that the policy did not choose are passed over. In the first
+    `critic.warmup_steps` steps only the critic learns.
     """
     settings, step = run.config.ppo, run.record.steps_done
     earned = reward_array(shaped_rewards(run, sample.batch, sample.rewards))
     teaches = teaching_samples(sample.batch.finish_reasons, run.config.algorithm.mask_truncated)
-    rollouts = np.flatnonzero(teaches & ~np.isnan(earned) & (sample.batch.lengths > 0))
+    rollouts = np.flatnonzero(teaches & ~np.isnan(earned) & (sample.batch.response_lengths > 0))
     batch, algorithm = sample.batch.select(rollouts), run.algorithm
     if step < run.config.critic.warmup_steps:
         algorithm = replace(algorithm, policy_loss=None)
@@ -65,14 +66,14 @@ def lesson(run: Run, sample: SampledStep) -> Lesson:
     columns = run.colocation.trainer.score_tokens(batch)
     sample.clock.lap("values")
     assert columns.values is not None, "the trainer has a critic: trainer_settings.py"
-    rewards = np.zeros(batch.num_tokens)
+    mask, rewards = batch.response_mask, np.zeros(batch.num_tokens)
     rewards[batch.offsets[1:] - 1] = earned[rollouts]
     penalty, carried = {}, {}
     if settings.kl_coefficient:
         assert columns.reference_logprobs is not None
         coefficient = run.record.carried.get("kl_coefficient", settings.kl_coefficient)
         kl = k1(torch.from_numpy(batch.logprobs), torch.from_numpy(columns.reference_logprobs))
-        rewards -= coefficient * kl.numpy()
+        rewards -= np.where(mask, coefficient * kl.numpy(), 0.0)
         mean_kl = _mean_over_rollouts(kl.numpy(), batch)
         penalty = {"kl": mean_kl, "kl_coefficient": coefficient}
         if settings.kl_target is not None:
@@ -81,14 +82,15 @@ def lesson(run: Run, sample: SampledStep) -> Lesson:
                 target=settings.kl_target, horizon=settings.kl_horizon,
             )  # fmt: skip
     estimated = gae(
-        rewards, columns.values, batch.lengths, gamma=settings.gamma, lam=settings.lam
+        rewards, columns.values, batch.lengths, mask, gamma=settings.gamma, lam=settings.lam
     )
-    advantages = whiten(estimated.advantages.astype(np.float64))
+    advantages = whiten(np.where(mask, estimated.advantages.astype(np.float64), np.nan))
+    values, returns = columns.values[mask], estimated.returns[mask]
     metrics = {
         **penalty,
-        "critic/values/mean": float(columns.values.mean()),
-        "critic/returns/mean": float(estimated.returns.mean()),
-        "critic/vf_explained_var": explained_variance(columns.values, estimated.returns),
+        "critic/values/mean": float(values.mean()),
+        "critic/returns/mean": float(returns.mean()),
+        "critic/vf_explained_var": explained_variance(values, returns),
     }
     sample.clock.lap("advantage")
     columns = replace(columns, returns=estimated.returns)
@@ -96,9 +98,10 @@ def lesson(run: Run, sample: SampledStep) -> Lesson:
 
 
 def _mean_over_rollouts(per_token: NDArray[np.float32], batch: RolloutBatch) -> float:
-    """The mean over rollouts of the mean over their tokens; each has at least one."""
-    sums = np.add.reduceat(per_token.astype(np.float64), batch.offsets[:-1])
-    return float((sums / batch.lengths).mean())
+    """The mean over rollouts of the mean over the tokens that the policy chose, at least one."""
+    chosen = np.where(batch.response_mask, per_token.astype(np.float64), 0.0)
+    sums = np.add.reduceat(chosen, batch.offsets[:-1])
+    return float((sums / batch.response_lengths).mean())
 
 
 if __name__ == "__main__":

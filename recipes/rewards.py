@@ -15,6 +15,7 @@ from rollout import RolloutBatch
 from rollout.tokenizer import Tokenizer
 
 UNFINISHED = frozenset({"rejected", "error", "aborted"})
+ENVIRONMENT = "environment"
 
 
 class RewardError(ValueError):
@@ -92,10 +93,7 @@ def score_completions(
                 f"for {len(shown)} completions"
             )
         column = np.full(num_samples, np.nan)
-        try:
-            column[shown] = reward_array(rewards)
-        except ValueError as error:
-            raise RewardError(f"reward function {name!r}: {error}") from None
+        column[shown] = _checked(f"reward function {name!r}", rewards)
         columns[name] = column
     return RewardTable(_sum_scored(columns, num_samples), columns)
 
@@ -105,15 +103,18 @@ def score_rollouts(
     tokenizer: Tokenizer,
     rows: Sequence[Row],
     batch: RolloutBatch,
+    earned: Sequence[float | None] | None = None,
 ) -> tuple[list[str], RewardTable]:
     """The text of each rollout and what it earns. rows: those that the batch's prompts came from,
-    one for each."""
+    one for each. earned: what an environment gave each rollout, the column `ENVIRONMENT`."""
     completions = [tokenizer.decode(batch.tokens(i).tolist()) for i in range(len(batch))]
     of_sample = [rows[i] for i in batch.prompt_index]
     prompts = [prompt_text(row["prompt"]) for row in of_sample]
-    return completions, score_completions(
-        functions, prompts, completions, of_sample, batch.finish_reasons
-    )
+    table = score_completions(functions, prompts, completions, of_sample, batch.finish_reasons)
+    if earned is not None:
+        columns = {ENVIRONMENT: _checked("the environment", earned), **table.columns}
+        table = RewardTable(_sum_scored(columns, len(batch)), columns)
+    return completions, table
 
 
 def teaching_samples(finish_reasons: Sequence[str], mask_truncated: bool) -> NDArray[np.bool_]:
@@ -124,6 +125,13 @@ def teaching_samples(finish_reasons: Sequence[str], mask_truncated: bool) -> NDA
     """
     dropped = UNFINISHED | {"length"} if mask_truncated else UNFINISHED
     return np.array([reason not in dropped for reason in finish_reasons], dtype=np.bool_)
+
+
+def _checked(who: str, rewards: Sequence[float | None]) -> NDArray[np.float64]:
+    try:
+        return reward_array(rewards)
+    except ValueError as error:
+        raise RewardError(f"{who}: {error}") from None
 
 
 def _sum_scored(

@@ -27,8 +27,9 @@ COLUMNS = (
 class Sample:
     """One completion and what it earned; None for what could not be scored or has no advantage.
 
-    rewards: by function, `reward` is their sum; advantage: the mean over its tokens; versions:
-    `(version, start, end)`, output tokens [start, end) were produced under that policy version.
+    rewards: by function, `reward` is their sum; advantage: the mean over the tokens that the policy
+    chose; versions: `(version, start, end)`, output tokens [start, end) were produced under that
+    policy version.
     """
 
     prompt: str
@@ -52,8 +53,9 @@ def samples_of(
         rollout, place = step.batch[i], in_lesson.get(i)
         advantage = None
         if place is not None and rollout.token_ids:
-            offsets = lesson.batch.offsets
-            advantage = float(lesson.advantages[offsets[place] : offsets[place + 1]].mean())
+            row = slice(*lesson.batch.offsets[place : place + 2])
+            chosen = lesson.batch.response_mask[row]
+            advantage = float(lesson.advantages[row][chosen].mean())
         samples.append(
             Sample(
                 tokenizer.decode(rollout.prompt_token_ids),

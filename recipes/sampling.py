@@ -8,11 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.algorithms import overlong_penalty
+from recipes.episodes import sample_rows
 from recipes.recipe import Run
 from recipes.rewards import RewardTable, score_rollouts
-from recipes.step_metrics import StepClock, completion_metrics, engine_metrics, reward_metrics
-from recipes.tasks.task import encode_prompt
+from recipes.step_metrics import (
+    StepClock,
+    completion_metrics,
+    engine_metrics,
+    reward_metrics,
+    turn_metrics,
+)
 from rollout import RolloutBatch, SamplingParams
+from trainer_bridge.token_columns import advantages_per_token
 
 
 def sample_and_score(
@@ -26,11 +33,12 @@ def sample_and_score(
         max_tokens=config.max_tokens,
         seed=seed,
     )
-    prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
-    batch = run.colocation.pool.run_batch(prompts, params)
+    batch, earned = sample_rows(
+        run.colocation.pool.run_batch, tokenizer, run.task, rows, params, config.max_turns
+    )
     clock.lap("rollout")
 
-    _, rewards = score_rollouts(run.task.rewards, tokenizer, rows, batch)
+    _, rewards = score_rollouts(run.task.rewards, tokenizer, rows, batch, earned)
     clock.lap("reward")
     return batch, rewards
 
@@ -41,7 +49,10 @@ def sampled_metrics(
     """Of all that was sampled for a step, what is dropped later included."""
     return {
         **reward_metrics(rewards, batch.prompt_index),
-        **completion_metrics(batch.lengths, batch.finish_reasons, clock.seconds("rollout")),
+        **completion_metrics(
+            batch.response_lengths, batch.finish_reasons, clock.seconds("rollout")
+        ),
+        **turn_metrics(batch),
         **engine_metrics(run.colocation.pool.get_stats()),
         "rewards/overlong_penalty": float(_penalty(run, batch).mean()),
     }
@@ -56,6 +67,15 @@ def shaped_rewards(
         None if reward is None else reward + lost
         for reward, lost in zip(rewards.total, penalty, strict=True)
     ]
+
+
+def spread(batch: RolloutBatch, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """One number per rollout `[N]`, or per token that the policy chose, to `[total tokens]`: 0 at
+    tokens that it did not choose."""
+    if values.shape != (len(batch),) and values.shape == (int(batch.response_mask.sum()),):
+        chosen, values = values, np.zeros(batch.num_tokens, dtype=np.float32)
+        values[batch.response_mask] = chosen
+    return advantages_per_token(batch, values)
 
 
 def _penalty(run: Run, batch: RolloutBatch) -> NDArray[np.float64]:

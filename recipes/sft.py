@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
 from recipes.algorithms import presets
+from recipes.environment import encode_observation
 from recipes.tasks.task import Demonstrates, encode_prompt
 from rollout import RolloutBatch
 from rollout.tokenizer import Tokenizer
@@ -38,11 +39,32 @@ def warm_start(
 def demonstration_batches(
     task: Demonstrates, tokenizer: Tokenizer, num_batches: int, batch_size: int, seed: int
 ) -> Iterator[RolloutBatch]:
-    """The task's demonstrations as batches of `batch_size`, each completion closed by EOS."""
+    """The task's demonstrations as batches of `batch_size`, each turn closed by EOS. What the
+    policy is told in a conversation is read and not imitated."""
     samples = iter(task.demonstrations(num_batches * batch_size, seed))
     for _ in range(num_batches):
         pairs = list(islice(samples, batch_size))
+        answers = [_encode(tokenizer, completion) for _, completion in pairs]
         yield RolloutBatch.from_demonstrations(
             [encode_prompt(tokenizer, prompt) for prompt, _ in pairs],
-            [tokenizer.encode(text) + list(tokenizer.eos_token_ids[:1]) for _, text in pairs],
+            [token_ids for token_ids, _ in answers],
+            [mask for _, mask in answers],
         )
+
+
+def _encode(
+    tokenizer: Tokenizer, completion: str | Sequence[str]
+) -> tuple[list[int], list[bool]]:
+    """Tokens, and which of them the policy says."""
+    turns = [completion] if isinstance(completion, str) else completion
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    for place, text in enumerate(turns):
+        says = place % 2 == 0
+        if says:
+            ids = tokenizer.encode(text) + list(tokenizer.eos_token_ids[:1])
+        else:
+            ids = encode_observation(tokenizer, text, token_ids[-1])
+        token_ids += ids
+        mask += [says] * len(ids)
+    return token_ids, mask

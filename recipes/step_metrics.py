@@ -80,13 +80,23 @@ def completion_metrics(
     }
 
 
+def turn_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """How often the policy spoke per rollout; nothing where it spoke once everywhere."""
+    turns = batch.num_turns
+    if len(turns) == 0 or turns.max() <= 1:
+        return {}
+    return {"rollout/turns_mean": float(turns.mean()), "rollout/turns_max": float(turns.max())}
+
+
 def version_metrics(batch: RolloutBatch) -> dict[str, float]:
     """The newest policy version that produced a token, and the most versions in one rollout."""
     if len(batch.spans) == 0:
         return {}
+    rollout = np.repeat(np.arange(len(batch)), np.diff(batch.span_offsets))
+    distinct = np.unique(np.stack((rollout, batch.spans[:, 0])), axis=1)
     return {
         "rollout/policy_version": float(batch.spans[:, 0].max()),
-        "rollout/version_spans_max": float(np.diff(batch.span_offsets).max()),
+        "rollout/version_spans_max": float(np.bincount(distinct[0]).max()),
     }
 
 

@@ -90,11 +90,15 @@ class RolloutPool:
         self,
         prompts: Iterable[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        session_ids: Sequence[int] | None = None,
         **fields: Any,
     ) -> RolloutBatch:
         """Sample every prompt on some actor; rollouts in the order of the prompts, `n` of each.
 
-        params and `fields` as in `RolloutEngine.run_batch`.
+        params and `fields` as in `RolloutEngine.run_batch`. session_ids: one per prompt; equal ones
+        go to the same actor, in this call and in later ones while the same actors serve, so that
+        the KV of a conversation's earlier turns is found again. Consecutive numbers spread evenly.
 
         Groups stay together and go out longest first. Of an actor that dies or hangs, what it has
         handed in stays, and the rest is computed by others, with the same tokens. Raises
@@ -106,13 +110,17 @@ class RolloutPool:
         with self._uid_lock:
             tasks = prompt_tasks(prompts, settled, self._run_seed, self.next_uid)
             self.next_uid += len(tasks)
+        if session_ids is not None and len(session_ids) != len(tasks):
+            raise ValueError(
+                f"{len(session_ids)} session_ids for {len(tasks)} prompts; pass one per prompt"
+            )
         results: dict[int, list[Rollout]] = {}
         deadline = time.monotonic() + self._batch_timeout_s
         shares: list[_Share] = []
         unsent = tasks
         try:
             while shares or unsent:
-                shares += self._dispatch(unsent, deadline)
+                shares += self._dispatch(unsent, session_ids, deadline)
                 ray.wait([share.parts for share in shares], timeout=_POLL_S)
                 unsent = self._gather(shares, results)
                 self.members.look_after()
@@ -143,14 +151,16 @@ class RolloutPool:
                 self.members.lose(share.actor, error)
         return lost
 
-    def _dispatch(self, tasks: Sequence[PromptTask], deadline: float) -> list[_Share]:
+    def _dispatch(
+        self, tasks: Sequence[PromptTask], session_ids: Sequence[int] | None, deadline: float
+    ) -> list[_Share]:
         """One message to each of the actors that serve, or to the first that comes."""
         if not tasks:
             return []
         self.members.wait_for_one(deadline)
         actors = self.members.serving
         shares = []
-        for name, share in _share(tasks, list(actors)).items():
+        for name, share in _share(tasks, list(actors), session_ids).items():
             run_id = next(self._run_ids)
             parts = actors[name].handle.run.remote(
                 run_id,
@@ -232,14 +242,21 @@ class RolloutPool:
         self.members.close()
 
 
-def _share(tasks: Sequence[PromptTask], names: Sequence[str]) -> dict[str, list[PromptTask]]:
-    """Longest expected first, each to the least loaded actor; shares keep the prompts' order."""
+def _share(
+    tasks: Sequence[PromptTask], names: Sequence[str], session_ids: Sequence[int] | None = None
+) -> dict[str, list[PromptTask]]:
+    """Those of a session to its actor, or, longest expected first, each to the least loaded one;
+    shares keep the prompts' order."""
     shares: dict[str, list[PromptTask]] = {name: [] for name in names}
-    load = [(0, rank, name) for rank, name in enumerate(names)]
-    for task in sorted(tasks, key=_expected_tokens, reverse=True):
-        tokens, rank, name = heapq.heappop(load)
-        shares[name].append(task)
-        heapq.heappush(load, (tokens + _expected_tokens(task), rank, name))
+    if session_ids is not None:
+        for task in tasks:
+            shares[names[session_ids[task.prompt_index] % len(names)]].append(task)
+    else:
+        load = [(0, rank, name) for rank, name in enumerate(names)]
+        for task in sorted(tasks, key=_expected_tokens, reverse=True):
+            tokens, rank, name = heapq.heappop(load)
+            shares[name].append(task)
+            heapq.heappush(load, (tokens + _expected_tokens(task), rank, name))
     for share in shares.values():
         share.sort(key=lambda task: task.prompt_index)
     return {name: share for name, share in shares.items() if share}

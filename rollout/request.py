@@ -34,7 +34,8 @@ class Rollout:
         temperature 0 (greedy) the log-prob at temperature 1.
     sampling_logprobs: under the distribution really sampled, after filters; equal to `logprobs`
         bit for bit when no filter was on; 0.0 for greedy.
-    version_spans: which policy version produced which tokens; they partition the output.
+    version_spans: which policy version produced which tokens; they partition those that the policy
+        chose.
     finish_reason: "stop" (stop_reason: the token id or string), "length" (stop_reason:
         "max_tokens" or "context"), "aborted", "rejected" or "error" (error_reason: a name,
         error_message: a sentence).
@@ -46,6 +47,8 @@ class Rollout:
     prompt_logprobs: log-prob of each prompt token after those before it, None for the first, and
         for those that an aborted sample did not come to;
         prompt_top_logprobs: the `prompt_logprobs=k` best ids in its place.
+    response_mask: of a conversation, False at the tokens that the policy did not choose, what an
+        environment answered; their log-probs are 0. None: it chose all of them.
     """
 
     prompt_index: int
@@ -65,6 +68,7 @@ class Rollout:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    response_mask: list[bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)

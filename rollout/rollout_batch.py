@@ -45,9 +45,10 @@ class RolloutBatch:
     """N rollouts of P prompts. Rollouts of one prompt lie together. Arrays are not copied.
 
     prompt_ids int32, prompt_offsets int64 `[P + 1]`; prompt_index int32 `[N]` rollout -> prompt.
-    token_ids int32, logprobs and sampling_logprobs fp32, all `[total tokens]`; offsets int64
-    `[N + 1]`. temperatures fp32 `[N]`, those of `logprobs`. spans int64 `[S, 3]` (version, start,
-    end) with span_offsets int64 `[N + 1]`. extras: of the rollouts that have any, by index.
+    token_ids int32, logprobs and sampling_logprobs fp32, response_mask bool (False at tokens that
+    the policy did not choose), all `[total tokens]`; offsets int64 `[N + 1]`. temperatures fp32
+    `[N]`, those of `logprobs`. spans int64 `[S, 3]` (version, start, end) with span_offsets int64
+    `[N + 1]`. extras: of the rollouts that have any, by index.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -58,6 +59,7 @@ class RolloutBatch:
     offsets: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     sampling_logprobs: NDArray[np.float32]
+    response_mask: NDArray[np.bool_]
     spans: NDArray[np.int64]
     span_offsets: NDArray[np.int64]
     seeds: NDArray[np.int64]
@@ -77,8 +79,24 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """New tokens of each rollout `[N]`."""
+        """Tokens of each rollout after its prompt `[N]`."""
         return np.diff(self.offsets)
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each rollout that the policy chose `[N]`."""
+        before = np.concatenate(([0], np.cumsum(self.response_mask, dtype=np.int64)))
+        return np.diff(before[self.offsets])
+
+    @property
+    def num_turns(self) -> NDArray[np.int64]:
+        """How often the policy spoke in each rollout `[N]`: runs of tokens that it chose."""
+        begins = self.response_mask.copy()
+        begins[1:] &= ~self.response_mask[:-1]
+        first = self.offsets[:-1][self.lengths > 0]
+        begins[first] = self.response_mask[first]
+        before = np.concatenate(([0], np.cumsum(begins, dtype=np.int64)))
+        return np.diff(before[self.offsets])
 
     @property
     def has_behaviour(self) -> bool:
@@ -91,8 +109,15 @@ class RolloutBatch:
 
     @property
     def token_versions(self) -> NDArray[np.int64]:
-        """The policy version that sampled each token `[total tokens]`; empty for demonstrations."""
-        return np.repeat(self.spans[:, 0], self.spans[:, 2] - self.spans[:, 1])
+        """The policy version that sampled each token `[total tokens]`, -1 where none did; empty for
+        demonstrations."""
+        if not self.has_behaviour:
+            return np.empty(0, dtype=np.int64)
+        versions = np.full(self.num_tokens, -1, dtype=np.int64)
+        versions[self.response_mask] = np.repeat(
+            self.spans[:, 0], self.spans[:, 2] - self.spans[:, 1]
+        )
+        return versions
 
     def prompt(self, index: int) -> NDArray[np.int32]:
         """Token ids of prompt `index`."""
@@ -123,6 +148,7 @@ class RolloutBatch:
             int(self.seeds[index]),
             float(self.temperatures[index]),
             *self.extras.get(index, NO_EXTRAS),
+            None if self.response_mask[row].all() else self.response_mask[row].tolist(),
         )
 
     def __iter__(self) -> Iterator[Rollout]:
@@ -155,15 +181,22 @@ class RolloutBatch:
 
     @staticmethod
     def from_demonstrations(
-        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        response_masks: Sequence[Sequence[bool]] | None = None,
     ) -> RolloutBatch:
-        """Prompts with given answers, one each, for supervised steps. Their log-probs are 0."""
+        """Prompts with given answers, one each, for supervised steps. Their log-probs are 0.
+
+        response_masks: of each answer, False at the tokens that are not to be imitated.
+        """
+        masks = response_masks or [[True] * len(c) for c in completions]
         rollouts = [
             Rollout(
                 i, 0, list(p), list(c), [0.0] * len(c), [0.0] * len(c), (),
                 "stop", None, None, None, 0, 1.0,
+                response_mask=list(mask),
             )
-            for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
+            for i, (p, c, mask) in enumerate(zip(prompts, completions, masks, strict=True))
         ]
         return RolloutBatch.from_rollouts(rollouts)
 
@@ -194,6 +227,7 @@ def _build(groups: Sequence[int], rollouts: Sequence[Rollout]) -> RolloutBatch:
         _offsets([len(r.token_ids) for r in rollouts]),
         _flat([r.logprobs for r in rollouts], np.float32),  # type: ignore[arg-type]
         _flat([r.sampling_logprobs for r in rollouts], np.float32),  # type: ignore[arg-type]
+        _flat([r.response_mask or [True] * len(r.token_ids) for r in rollouts], np.bool_),  # type: ignore[arg-type]
         np.array(spans, dtype=np.int64).reshape(-1, 3),
         _offsets([len(r.version_spans) for r in rollouts]),
         np.array([r.seed for r in rollouts], dtype=np.int64),

@@ -28,7 +28,8 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLosses]
 """(logprobs[T], old_logprobs[T], advantages[T], sequence_index[T]) -> losses per token."""
 
 TokenWeights = Callable[[NDArray[np.int64]], NDArray[np.float32]]
-"""Lengths of a minibatch's responses `[N]` -> weight of each of their tokens `[N]`."""
+"""How many tokens the policy chose in each rollout of a minibatch `[N]` -> weight of each of these
+tokens `[N]`."""
 
 ReferencePenalty = Callable[[Tensor, Tensor], TokenLosses]
 """(logprobs[T], reference_logprobs[T]) -> what is added to the policy's loss, per token."""

@@ -124,7 +124,8 @@ class Learner:
         """Train on a batch: `num_iterations` passes, one publication per minibatch.
 
         advantages fp32: one per rollout `[N]`, or one per token `[total tokens]`, rollouts end to
-        end; None for losses that use none. columns: what else the algorithm reads of each token.
+        end, of which those that the policy did not choose are not read; None for losses that use
+        none. columns: what else the algorithm reads of each token.
         before_first_update: called once, when the first gradient is there and nothing has changed.
         Metrics carry the names of the field: `actor/*`, `critic/*`,
         `sampling/*` (of the first minibatch, before any update: difference 0 and ratio 1 exactly
@@ -144,7 +145,7 @@ class Learner:
         for _ in range(self._config.num_iterations):
             for start in range(0, len(batch), size):
                 rollouts = np.arange(start, min(start + size, len(batch)))
-                if not batch.lengths[rollouts].sum():
+                if not batch.response_lengths[rollouts].sum():
                     continue
                 self._minibatch(batch, rollouts, tokens, algorithm, metrics, first)
                 first = False
@@ -207,8 +208,9 @@ class Learner:
         first: bool,
     ) -> None:
         weights = np.zeros(len(batch), dtype=np.float32)
-        weights[rollouts] = algorithm.token_weights(batch.lengths[rollouts])
-        num_tokens = int(batch.lengths[rollouts].sum())
+        lengths = batch.response_lengths[rollouts]
+        weights[rollouts] = algorithm.token_weights(lengths)
+        num_tokens = int(lengths.sum())
         self.optimizer.zero_grad()
         if self.critic is not None:
             self.critic.optimizer.zero_grad()
@@ -295,7 +297,8 @@ class Learner:
         """With the trainer's own log-probs and a weight, if other versions sampled some tokens."""
         if algorithm.correction is None or not batch.has_behaviour:
             return tokens
-        older = batch.token_versions != self._gate.version
+        chosen = batch.response_mask
+        older = chosen & (batch.token_versions != self._gate.version)
         metrics.set("correction/corrected_tokens", float(older.sum()))
         if not older.any():
             return tokens
@@ -307,13 +310,12 @@ class Learner:
                 proximal[micro.token_index] = logprobs.cpu().numpy()
                 index[micro.token_index] = micro.rollout_index
             proximal[~older] = batch.logprobs[~older]  # so that their weight is 1 by itself
-            weight = algorithm.correction(
-                torch.from_numpy(proximal),
-                torch.from_numpy(batch.logprobs),
-                torch.from_numpy(index),
-            )
-        metrics.extremes("correction/weight", weight[torch.from_numpy(older)])
-        return replace(tokens, old_logprobs=proximal, correction=weight.numpy())
+            weight = np.ones(batch.num_tokens, dtype=np.float32)
+            weight[chosen] = algorithm.correction(
+                *(torch.from_numpy(column[chosen]) for column in (proximal, batch.logprobs, index))
+            ).numpy()
+        metrics.extremes("correction/weight", torch.from_numpy(weight[older]))
+        return replace(tokens, old_logprobs=proximal, correction=weight)
 
     def _column(self, values: NDArray[np.float32], index: NDArray[np.int64]) -> Tensor:
         return column(values, index, next(self.model.parameters()).device)

@@ -58,7 +58,8 @@ def score(
     micro_batch_tokens: int = 8192,
     attention_backend: str | AttentionBackend | None = None,
 ) -> list[Tensor]:
-    """Log-probs of the rollouts' tokens under the model as it is: one `[len(token_ids)]` each.
+    """Log-probs of the rollouts' tokens under the model as it is: one `[len(token_ids)]` each; of a
+    rollout with a `response_mask`, of those tokens alone that the policy chose.
 
     They carry gradients, and equal the rollouts' own `logprobs` bit for bit while the weights are
     those of the rollout's version. temperature: None = the one each was sampled at. No more than
@@ -69,14 +70,14 @@ def score(
         raise ValueError(f"temperature must be positive, got {temperature}")
     backend = attention_for(model, attention_backend)
     scores = [torch.zeros(0, device=next(model.parameters()).device)] * len(batch)
-    temperatures = torch.from_numpy(batch.temperatures)
+    temperatures, lengths = torch.from_numpy(batch.temperatures), batch.response_lengths
     if temperature is not None:
         temperatures = torch.full_like(temperatures, temperature)
     for micro in micro_batches(batch, range(len(batch)), micro_batch_tokens):
         per_token = temperatures[torch.from_numpy(micro.rollout_index)]
         logprobs, _ = score_micro_batch(model, micro, per_token, backend)
         in_pack = list(dict.fromkeys(micro.rollout_index.tolist()))
-        parts = logprobs.split([int(batch.lengths[i]) for i in in_pack])
+        parts = logprobs.split(lengths[in_pack].tolist())
         for index, part in zip(in_pack, parts, strict=True):
             scores[index] = part
     return scores

@@ -5,6 +5,7 @@
 
 A response token t_j is scored at the row of the token before it: t_0 at the prompt's last token,
 shared by the whole group. The last token of a response is only ever a target, never an input.
+Tokens that the policy did not choose (`RolloutBatch.response_mask`) are inputs, never targets.
 Attention's bits depend on a token's own prefix alone, so sharing changes nothing in the forward.
 """
 
@@ -27,7 +28,8 @@ class MicroBatch:
     """One forward and backward.
 
     input_ids `[num_tokens]`, metadata: packed, block size 1, slots are the pack's own tokens.
-    rows `[T]`: flat input row that scores each response token; targets `[T]`: the token ids.
+    T counts the response tokens that the policy chose. rows `[T]`: flat input row that scores each
+    of them; targets `[T]`: the token ids.
     token_index `[T]`: place of each response token in the batch's flat columns.
     rollout_index `[T]`: the rollout it belongs to.
     """
@@ -45,17 +47,18 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Pack the given rollouts, in order, into micro-batches of at most `max_tokens` input tokens.
 
-    A rollout that alone is longer gets a micro-batch of its own. Rollouts without tokens have
-    nothing to score and are passed over. A group that does not fit is continued in the next
-    micro-batch, where its prompt is computed again.
+    A rollout that alone is longer gets a micro-batch of its own. Rollouts in which the policy chose
+    no token have nothing to score and are passed over. A group that does not fit is continued in
+    the next micro-batch, where its prompt is computed again.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     pending: list[int] = []
     size, prompt = 0, -1
+    chosen = batch.response_lengths
     for index in map(int, rollouts):
         length = int(batch.offsets[index + 1] - batch.offsets[index])
-        if length == 0:
+        if chosen[index] == 0:
             continue
         own_prompt = int(batch.prompt_index[index])
         prompt_length = len(batch.prompt(own_prompt))
@@ -106,11 +109,16 @@ def _pack(batch: RolloutBatch, rollouts: list[int]) -> MicroBatch:
     token_index = np.concatenate(
         [np.arange(batch.offsets[i], batch.offsets[i + 1]) for i in rollouts]
     )
+    rollout_index = np.repeat(
+        np.asarray(rollouts, dtype=np.int64), [batch.lengths[i] for i in rollouts]
+    )
+    chosen = batch.response_mask[token_index]
+    token_index = token_index[chosen]
     return MicroBatch(
         np.concatenate(input_ids).astype(np.int64),
         metadata,
-        np.concatenate(rows),
+        np.concatenate(rows)[chosen],
         batch.token_ids[token_index].astype(np.int64),
         token_index,
-        np.repeat(np.asarray(rollouts, dtype=np.int64), [batch.lengths[i] for i in rollouts]),
+        rollout_index[chosen],
     )

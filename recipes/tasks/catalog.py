@@ -9,6 +9,7 @@ from recipes.tasks.task import Task, assert_disjoint, with_rewards
 
 BUILT_IN = {
     "embedded": "recipes.tasks.embedded:load",
+    "calculator": "recipes.tasks.calculator:load",
     "chain_sum": "recipes.tasks.arithmetic:load",
     "basic_arithmetic": "recipes.tasks.arithmetic:load",
 }

@@ -147,7 +147,7 @@ def load(config: TaskConfig, seed: int) -> EmbeddedTask:
 
 def is_heldout(expression: str) -> bool:
     """Whether a problem with these numbers, in any order and with any signs, is held out."""
-    numbers = sorted(int(digits) for _, digits in _terms(expression))
+    numbers = sorted(int(digits) for _, digits in terms_of(expression))
     return _hash(repr(numbers)) % _HELDOUT_SHARE == 0
 
 
@@ -157,7 +157,7 @@ def worked(expression: str) -> str:
     The numbers have equally many digits. Columns are added with their signs and not carried; the
     last line puts the columns together and is the answer.
     """
-    terms = _terms(expression)
+    terms = terms_of(expression)
     places = len(terms[0][1])
     if any(len(digits) != places for _, digits in terms):
         raise ValueError(f"numbers must have equally many digits, got {expression!r}")
@@ -235,7 +235,7 @@ def character_tokenizer() -> Tokenizer:
     return Tokenizer(backend.to_str(), settings, eos_token_ids=(_EOS_ID,))
 
 
-def _terms(expression: str) -> list[tuple[str, str]]:
+def terms_of(expression: str) -> list[tuple[str, str]]:
     """`42 - 25` as [("", "42"), ("-", "25")]."""
     return _TERM.findall(expression.replace(" ", ""))
 

@@ -46,8 +46,11 @@ class Task(Protocol):
 class Demonstrates(Protocol):
     """A task that can also show what good completions look like."""
 
-    def demonstrations(self, num_samples: int, seed: int) -> Iterable[tuple[Prompt, str]]:
-        """`num_samples` pairs of a prompt that is not held out and a completion, from `seed`."""
+    def demonstrations(
+        self, num_samples: int, seed: int
+    ) -> Iterable[tuple[Prompt, str | Sequence[str]]]:
+        """`num_samples` pairs of a prompt that is not held out and a completion, from `seed`. A
+        conversation is a list: what the policy says, what it is told, what it says, and so on."""
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -65,10 +68,12 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 
 def with_rewards(task: Task, rewards: Mapping[str, RewardFunction]) -> Task:
-    """The same prompts, and demonstrations if it has any, with other reward functions."""
+    """The same prompts, with demonstrations and environment if it has any, and other reward
+    functions."""
     fields: dict[str, Any] = {"name": task.name, "train": task.train, "heldout": task.heldout}
-    if isinstance(task, Demonstrates):
-        fields["demonstrations"] = task.demonstrations
+    for extra in ("demonstrations", "environment"):
+        if hasattr(task, extra):
+            fields[extra] = getattr(task, extra)
     return cast(Task, SimpleNamespace(**fields, rewards=rewards))
 
 

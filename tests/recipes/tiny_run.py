@@ -116,7 +116,13 @@ class LocalPool:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def run_batch(self, prompts: list[list[int]], params: SamplingParams) -> RolloutBatch:
+    def run_batch(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams],
+        *,
+        session_ids: list[int] | None = None,
+    ) -> RolloutBatch:
         return RolloutBatch.from_rollouts(
             self.engine.run_batch(prompts, params, return_details=True)
         )

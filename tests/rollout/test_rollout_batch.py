@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ def rollouts(draw) -> list[Rollout]:
             tokens = draw(TOKENS)
             logprobs = [float(np.float32(-i / 3)) for i in range(len(tokens))]
             spans = (VersionSpan(3, 0, len(tokens)),) if tokens else ()
+            mask = draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
             found.append(
                 Rollout(
                     prompt_index, sample, prompt, tokens, logprobs, logprobs[::-1], spans,
@@ -33,6 +35,7 @@ def rollouts(draw) -> list[Rollout]:
                     draw(st.sampled_from([None, 7, "max_tokens"])),
                     draw(st.sampled_from([None, "prompt_empty"])), None,
                     draw(st.integers(0, 2**63 - 1)), 0.5,
+                    response_mask=None if all(mask) else mask,
                 )
             )
     return found
@@ -44,6 +47,10 @@ def test_rollouts_survive_packing(found):
     assert list(batch) == found
     assert batch.token_ids.dtype == np.int32 and batch.logprobs.dtype == np.float32
     assert batch.lengths.tolist() == [len(r.token_ids) for r in found]
+    masks = [r.response_mask or [True] * len(r.token_ids) for r in found]
+    assert batch.response_lengths.tolist() == [sum(mask) for mask in masks]
+    turns = [sum(not before and now for before, now in pairwise([False, *m])) for m in masks]
+    assert batch.num_turns.tolist() == turns
     assert batch.num_prompts == len({r.prompt_index for r in found})
     assert batch[-1] == found[-1]
     with pytest.raises(IndexError):
@@ -57,6 +64,23 @@ def test_concat_counts_prompts_on(first, second):
     assert [r.token_ids for r in joined] == [r.token_ids for r in first + second]
     assert joined.num_prompts == batches[0].num_prompts + batches[1].num_prompts
     assert RolloutBatch.concat(batches[:1]) is batches[0]
+
+
+def test_versions_of_tokens_that_nobody_sampled():
+    """A conversation's spans partition what the policy chose; the rest is of no version."""
+    spans = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2), VersionSpan(5, 4, 5))
+    zeros = [0.0] * 5
+    talk = Rollout(
+        0, 0, [1], [2, 3, 4, 5, 6], zeros, zeros, spans, "stop", None, None, None, 0, 1.0,
+        response_mask=[True, True, False, False, True],
+    )  # fmt: skip
+    plain = Rollout(
+        0, 1, [1], [2], [0.0], [0.0], (VersionSpan(6, 0, 1),), "stop", None, None, None, 0, 1.0
+    )
+    batch = RolloutBatch.from_rollouts([talk, plain])
+    assert batch.token_versions.tolist() == [4, 5, -1, -1, 5, 6]
+    assert batch.num_turns.tolist() == [2, 1] and batch.response_lengths.tolist() == [3, 1]
+    assert batch[0] == talk and batch[1].response_mask is None
 
 
 def test_select_keeps_order_and_drops_unused_prompts():

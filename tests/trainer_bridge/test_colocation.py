@@ -67,6 +67,35 @@ def test_the_trainer_computes_with_what_the_actors_were_given(folder):
     assert list(batch) != in_process(folder)  # other kernels, other bits
 
 
+def test_a_conversation_goes_on_where_its_kv_is(run):
+    """All full blocks of the turns before are found again. The control: with the sessions swapped
+    each prompt goes to the other actor, and gets the same tokens without them."""
+    prompts = [[11 + i] * 40 for i in range(6)]
+    params = SamplingParams(max_tokens=8, seed=2)
+
+    def hits() -> int:
+        return sum(stats["prefix_hit_tokens"] for stats in run.pool.get_stats())
+
+    def turn(contexts, session_ids) -> tuple[list, int]:
+        before = hits()
+        batch = run.pool.run_batch(contexts, params, session_ids=session_ids)
+        return list(batch), hits() - before
+
+    first, _ = turn(prompts, range(6))
+    contexts = [[*r.prompt_token_ids, *r.token_ids, 7, 7] for r in first]
+    found = [(len(r.prompt_token_ids + r.token_ids) - 1) // 16 * 16 for r in first]
+    moved, missed = turn(contexts, range(1, 7))
+    assert missed == 0
+    run.pool.release()  # forgets all of it
+    run.pool.restore()
+    again, _ = turn(prompts, range(6))
+    stayed, hit = turn(contexts, range(6))
+    assert again == first and stayed == moved
+    assert hit == sum(found) > 0
+    with pytest.raises(ValueError, match="2 session_ids for 6 prompts"):
+        run.pool.run_batch(prompts, params, session_ids=[0, 1])
+
+
 def test_a_step_over_actors(folder, run, tmp_path):
     """L5, L6, W1, W6: the whole circle, each stage against an engine without actors."""
     batch = run.pool.run_batch(PROMPTS, PARAMS)
