@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout import save_pretrained
+from rollout import SamplingParams, save_pretrained
 from tests.folders import word_tokenizer
 from tests.models import tiny_model
 
@@ -52,3 +52,17 @@ def test_actors(model_folder):
     exec(example("actors"), names)
     assert names["stats"]["sampling/sampling_logp_difference/max"] == 0
     assert names["stats"]["rollout/policy_version"] == 1
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_conversations(model_folder):
+    """It goes on where the one with actors ends; with longer completions, so that some of this
+    random policy's turns end by themselves."""
+    names: dict[str, object] = {}
+    exec(example("actors"), names)
+    names["params"] = SamplingParams(n=4, max_tokens=200, seed=0)
+    exec(example("conversations"), names)
+    batch = names["batch"]
+    assert len(batch) == len(names["rewards"]) == 4
+    assert names["stats"]["sampling/sampling_logp_difference/max"] == 0
+    assert (batch.num_turns > 1).any() and not batch.response_mask.all()

@@ -34,7 +34,7 @@ def trained(monkeypatch):
 
 
 def test_groups_that_teach_nothing_are_replaced(run_grpo, trained):
-    """Every step trains on as many groups as were asked for, and each of them moves something."""
+    """R10: every step trains on as many groups as were asked for, and each of them moves something."""
     code, folder = run_grpo(*DAPO)
     assert code == 0
     assert [len(moved) for moved, _ in trained] == [10] * 4
@@ -52,7 +52,7 @@ def test_without_it_they_reach_the_trainer(run_grpo, trained):
 
 
 def test_the_number_of_rounds_is_bounded(run_grpo, trained):
-    """The step goes on with the groups it has."""
+    """R10: the step goes on with the groups it has."""
     code, folder = run_grpo(*DAPO, "--algorithm.max_sampling_rounds=1")
     assert code == 0
     assert [r["rollout/sampling_rounds"] for r in steps_of(folder)] == [1] * 4

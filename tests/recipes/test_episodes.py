@@ -225,6 +225,20 @@ def test_one_row_one_prompt(loaded):
         run_episodes(pool.run_batch, tokenizer, Fickle, ROWS, PARAMS, 9)
 
 
+def test_a_turn_that_belongs_to_another_conversation_is_noticed(loaded):
+    """R1: the check when a turn is appended."""
+    _, tokenizer, pool = loaded
+
+    def disordered(prompts, params, *, session_ids=None):
+        found = pool.run_batch(prompts, params)
+        if isinstance(params, SamplingParams):
+            return found
+        return RolloutBatch.from_rollouts(list(found)[::-1])
+
+    with pytest.raises(ValueError, match="turn 2 of a conversation was sampled after other tokens"):
+        run_episodes(disordered, tokenizer, Echo, ROWS, PARAMS, 9)
+
+
 @dataclass(frozen=True)
 class EchoTask(tiny_run.RepeatTask):
     rewards: dict = field(default_factory=dict)
