@@ -40,18 +40,19 @@ def parse_config(
 ) -> RunConfig:
     """`[--config FILE] [--field value ...]` to a checked configuration.
 
-    default_config: the file without `--config`; fields on the command line win over the file.
+    default_config: the file without `--config`; fields on the command line win over files, before
+    or after which they stand, and later files over earlier ones.
     program: the module that `--help` names.
     `--algorithm NAME` is short for `--algorithm.name NAME`.
     `--help` and `--print_config` print and raise SystemExit(0). ConfigError for a missing or
     unreadable file, an unknown field (naming the nearest one) and a value out of range.
     """
-    arguments = _in_full(arguments)
-    if not any(a == "--config" or a.startswith("--config=") for a in arguments):
-        arguments = ["--config", str(default_config), *arguments]
+    files, options = _split(_in_full(arguments))
     known = list(field_names(RunConfig))
-    for path in _config_files(arguments):
+    for path in files:
         _check_file(path, known)
+    # Files first: the parser lets whatever comes later win, wherever it comes from.
+    arguments = [f"--config={path}" for path in files or [default_config]] + options
     for argument in arguments:
         if argument.startswith("--"):
             _check_name(argument[2:].split("=")[0], known, "the command line", option=True)
@@ -102,14 +103,21 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
-    for position, argument in enumerate(arguments):
+def _split(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The files that `--config` names, in order, and all other arguments."""
+    files, others = [], []
+    rest = iter(arguments)
+    for argument in rest:
         if argument == "--config":
-            if position + 1 == len(arguments):
+            name = next(rest, None)
+            if name is None:
                 raise ConfigError("--config needs a file name after it")
-            yield Path(arguments[position + 1])
+            files.append(Path(name))
         elif argument.startswith("--config="):
-            yield Path(argument.removeprefix("--config="))
+            files.append(Path(argument.removeprefix("--config=")))
+        else:
+            others.append(argument)
+    return files, others
 
 
 def _check_file(path: Path, known: Sequence[str]) -> None:

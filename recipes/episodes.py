@@ -71,8 +71,8 @@ class Episode:
         """What the policy sampled after `context`, and what the environment answers."""
         if self._turns and turn.prompt_token_ids != self.context:
             raise ValueError(
-                f"turn {len(self._turns) + 1} of a conversation was sampled after other tokens than "
-                "the conversation has: run_batch must return the rollouts in the prompts' order"
+                f"turn {len(self._turns) + 1} of a conversation was sampled after other tokens "
+                "than the conversation has: run_batch must return rollouts in the prompts' order"
             )
         start = len(self._token_ids)
         self._append(turn.token_ids, turn.logprobs, turn.sampling_logprobs, True)

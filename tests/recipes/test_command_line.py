@@ -54,6 +54,9 @@ def test_command_line_wins_over_file(tmp_path):
     )
     assert (config.steps, config.rollout.group_size, config.rollout.temperature) == (7, 6, 0.7)
     assert config.optimizer.betas == (0.5, 0.6)
+    for field in (["--rollout.group_size", "6"], ["--rollout.group_size=6"]):
+        config = parse_config([*field, "--config", str(path), "--steps=8"])
+        assert (config.steps, config.rollout.group_size) == (8, 6), "wherever it stands"
     assert config.model == RunConfig().model, "a file replaces the default file, not adds to it"
 
 

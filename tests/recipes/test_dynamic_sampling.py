@@ -34,7 +34,7 @@ def trained(monkeypatch):
 
 
 def test_groups_that_teach_nothing_are_replaced(run_grpo, trained):
-    """R10: every step trains on as many groups as were asked for, and each of them moves something."""
+    """R10: every step trains on as many groups as were asked for, and each moves something."""
     code, folder = run_grpo(*DAPO)
     assert code == 0
     assert [len(moved) for moved, _ in trained] == [10] * 4
