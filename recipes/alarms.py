@@ -62,7 +62,8 @@ def _learning(metrics: Metrics, compares_groups: bool) -> list[tuple[str, str]]:
     truncated = metrics.get("rollout/truncated_ratio", 0.0)
     if truncated > MOSTLY_TRUNCATED:
         found.append(
-            ("truncated", f"{truncated:.0%} of the completions ran into rollout.max_tokens: "
-             "raise it, or see algorithm.mask_truncated and algorithm.overlong_share")
+            ("truncated", f"{truncated:.0%} of the completions ran into rollout.max_tokens (or a "
+             "conversation's max_turns): raise it, or see algorithm.mask_truncated and "
+             "algorithm.overlong_share")
         )  # fmt: skip
     return found

@@ -97,8 +97,9 @@ class AlgorithmConfig:
 
     @property
     def baseline(self) -> str:
-        """What rewards are compared with: the name of an advantage, or the preset's."""
-        return self.advantages or self.name
+        """What compares rewards: dynamic sampling, the name of an advantage, or the preset."""
+        dynamic = self.name == "dapo" if self.dynamic_sampling is None else self.dynamic_sampling
+        return "dynamic sampling" if dynamic else self.advantages or self.name
 
     @property
     def compares_groups(self) -> bool:

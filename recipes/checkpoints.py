@@ -52,12 +52,12 @@ class Checkpoints:
         folder and returns the policy version it wrote; beside it lies lockstep_state.json: the
         step, the policy version, `state`, and size and hash of every file.
 
-        Saving a step that exists already returns it unchanged, unless it is damaged: then it is
-        replaced. CheckpointError when writing fails, with the older checkpoints untouched and the
-        half-written one removed.
+        Saving a step that exists already with this state returns it unchanged; with another state
+        (a warm start is all before step 1), or damaged, it is replaced. CheckpointError when
+        writing fails, with the older checkpoints untouched and the half-written one removed.
         """
         final = self.folder.resolve() / f"step-{step:06d}"
-        if final.exists() and _is_sound(final):
+        if final.exists() and _holds(final, state):
             return final
         unfinished = final.with_name(f"{_UNFINISHED}{final.name}")
         try:
@@ -77,9 +77,11 @@ class Checkpoints:
             }
             (unfinished / STATE_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
             flush_folder(unfinished)
+            replaced = final.with_name(f"{_UNFINISHED}replaced-{final.name}")
             if final.exists():
-                shutil.rmtree(final)
+                final.rename(replaced)
             unfinished.rename(final)
+            shutil.rmtree(replaced, ignore_errors=True)
             sync_path(final.parent)
             for old in self.existing()[: -self.keep]:
                 shutil.rmtree(old)
@@ -128,12 +130,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         ) from error
 
 
-def _is_sound(folder: Path) -> bool:
+def _holds(folder: Path, state: Mapping[str, Any]) -> bool:
+    """Whether it is undamaged and of this very state."""
     try:
-        read_checkpoint(folder)
+        return bool(read_checkpoint(folder).state == json.loads(json.dumps(dict(state))))
     except CheckpointError:
         return False
-    return True
 
 
 def _fingerprint(path: Path) -> list[Any]:

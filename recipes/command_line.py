@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser
 
+from recipes.algorithms.presets import PRESETS
 from recipes.config import RunConfig
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -91,6 +92,9 @@ def _parser(program: str) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="YAML file with any of these fields")
     parser.add_class_arguments(RunConfig)
+    by_name = [name for name, preset in PRESETS.items() if preset.recipe == program]
+    if len(by_name) == 1:  # a recipe of one algorithm
+        parser.set_defaults({"algorithm.name": by_name[0]})
     return parser
 
 

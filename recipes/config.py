@@ -299,20 +299,33 @@ class RunConfig:
         at_least("trainer_restarts", self.trainer_restarts, 0)
         at_least("seed", self.seed, 0)
         at_least("steps", self.steps, 1)
-        if self.algorithm.compares_groups:
-            at_least(
-                "rollout.group_size", self.rollout.group_size, 2,
-                f"the group baseline of {self.algorithm.baseline} compares samples",
-            )  # fmt: skip
-        if self.algorithm.name == "ppo":
-            at_least(
-                "steps", self.steps, self.critic.warmup_steps + 1,
-                "the policy is trained after critic.warmup_steps",
-            )  # fmt: skip
-            rollouts = self.rollout.prompts_per_step * self.rollout.group_size
-            at_least("ppo.kl_horizon", self.ppo.kl_horizon, rollouts, "the rollouts of a step")
+        self._check_algorithm()
         if self.model == "embedded" and self.task.name not in ("embedded", "calculator"):
             raise ValueError(
                 f"model embedded knows only the characters of task.name embedded and calculator, "
                 f"got task.name {self.task.name!r}; choose another model, for example smollm2"
             )
+
+    def _check_algorithm(self) -> None:
+        """What holds between the sections."""
+        algorithm = self.algorithm
+        rollouts = self.rollout.prompts_per_step * self.rollout.group_size
+        if algorithm.compares_groups:
+            at_least(
+                "rollout.group_size", self.rollout.group_size, 2,
+                f"{algorithm.baseline} compares the samples of a group",
+            )  # fmt: skip
+        ppo = algorithm.name == "ppo"
+        reference = algorithm.beta > 0 or (ppo and self.ppo.kl_coefficient > 0)
+        if algorithm.ref_model_sync_steps and not reference:
+            raise ValueError(
+                "algorithm.ref_model_sync_steps is for a reference policy, and nothing here has "
+                "one: set algorithm.beta, or with ppo ppo.kl_coefficient, or leave it at 0"
+            )
+        if ppo:
+            at_least(
+                "steps", self.steps, self.critic.warmup_steps + 1,
+                "the policy is trained after critic.warmup_steps",
+            )  # fmt: skip
+        if ppo and self.ppo.kl_target is not None:
+            at_least("ppo.kl_horizon", self.ppo.kl_horizon, rollouts, "the rollouts of a step")

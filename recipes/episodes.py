@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Protocol
 
-from recipes.environment import Done, Environment, Interactive, encode_observation
+from recipes.environment import (
+    Done,
+    Environment,
+    Interactive,
+    Observation,
+    encode_observation,
+)
+from recipes.errors import RunError, sentence
 from recipes.rewards import UNFINISHED
 from recipes.tasks.task import Prompt, Row, Task, encode_prompt
 from rollout import Rollout, RolloutBatch, SamplingParams
@@ -14,6 +23,8 @@ from rollout.noise import derived_seed
 from rollout.request import VersionSpan
 from rollout.tokenizer import Tokenizer
 
+MAX_THREADS = 32
+ENVIRONMENT_FAILED = "environment_failed"
 _NO_ROOM = frozenset({"prompt_too_long", "kv_cache_too_small"})
 
 
@@ -47,6 +58,7 @@ class Episode:
         self._response_mask: list[bool] = []
         self._spans: list[VersionSpan] = []
         self._end: tuple[str, int | str | None] | None = None
+        self._failure: tuple[str, str] | None = None
         self.reward: float | None = 0.0
 
     def reset(self, row: Row) -> Prompt:
@@ -67,6 +79,11 @@ class Episode:
         """How many the next turn may have; None for no limit."""
         return None if self._max_tokens is None else self._max_tokens - len(self._token_ids)
 
+    @property
+    def number(self) -> tuple[int, int]:
+        """Seed and sample index of the first turn, which tell it from others of the same prompt."""
+        return self._turns[0].seed, self._turns[0].sample_index
+
     def take(self, turn: Rollout, tokenizer: Tokenizer) -> None:
         """What the policy sampled after `context`, and what the environment answers."""
         if self._turns and turn.prompt_token_ids != self.context:
@@ -85,7 +102,17 @@ class Episode:
         if turn.finish_reason != "stop":
             self._cut_short(turn)
             return
-        answer = self._environment.step(turn.token_ids, tokenizer.decode(turn.token_ids))
+        try:
+            answer = self._environment.step(turn.token_ids, tokenizer.decode(turn.token_ids))
+        except Exception as error:
+            self._end, self.reward = ("error", None), None
+            self._failure = ENVIRONMENT_FAILED, f"{type(error).__name__}: {sentence(error)}"
+            return
+        if not isinstance(answer, Observation | Done):
+            raise TypeError(
+                f"{type(self._environment).__name__}.step must return an Observation or Done, "
+                f"got {type(answer).__name__}"
+            )
         if answer.reward is None or self.reward is None:
             self.reward = None
         else:
@@ -107,6 +134,7 @@ class Episode:
         """Of an ended one; its last token is the policy's."""
         assert self._end is not None
         last, size = self._turns[-1], len(self._token_ids)
+        reason, message = self._failure or (last.error_reason, last.error_message)
         while size and not self._response_mask[size - 1]:
             size -= 1  # answers to which no turn came
         return replace(
@@ -117,10 +145,16 @@ class Episode:
             version_spans=tuple(self._spans),
             finish_reason=self._end[0],
             stop_reason=self._end[1],
-            error_reason=last.error_reason,
-            error_message=last.error_message,
+            error_reason=reason,
+            error_message=message,
             response_mask=self._response_mask[:size],
         )
+
+    def close(self) -> None:
+        """End the environment, if it wants to be told."""
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            close()
 
     def _cut_short(self, turn: Rollout) -> None:
         """The turn did not end by itself: the environment does not hear of it."""
@@ -159,34 +193,42 @@ def run_episodes(
     reason "length" and what it had earned; one that was aborted, rejected or failed has no reward.
 
     Every turn of all open conversations is one batch, each prompt what its conversation has so far,
-    so the engine finds the KV of earlier turns. A turn's noise depends on the seed, the number of
-    the conversation and its tokens, not on which others are still open.
+    so the engine finds the KV of earlier turns; then the environments answer, side by side. What is
+    sampled depends on weights, prompt, parameters and what the environment says, not on which other
+    conversations there are.
     """
     episodes = [
         [Episode(environment(), params.max_tokens, max_turns) for _ in range(params.n)]
         for _ in rows
     ]
-    prompts = [
-        _same(index, [encode_prompt(tokenizer, e.reset(row)) for e in group])
-        for index, (row, group) in enumerate(zip(rows, episodes, strict=True))
-    ]
     numbered = [(session, e) for session, group in enumerate(episodes) for e in group]
-    turns = run_batch(prompts, params, session_ids=list(range(len(rows))))
-    for (_, episode), turn in zip(numbered, turns, strict=True):
-        episode.take(turn, tokenizer)
-    while True:
-        still = [(i, session, e) for i, (session, e) in enumerate(numbered) if not e.ended]
-        if not still:
-            break
-        turns = run_batch(
-            [episode.context for _, _, episode in still],
-            [_next(params, i, episode.tokens_left) for i, _, episode in still],
-            session_ids=[session for _, session, _ in still],
-        )
-        for (_, _, episode), turn in zip(still, turns, strict=True):
-            episode.take(turn, tokenizer)
+    threads = min(len(numbered), MAX_THREADS) or 1
+    with ExitStack() as stack:
+        for _, episode in numbered:
+            stack.callback(episode.close)
+        pool = stack.enter_context(ThreadPoolExecutor(threads, "environment"))
+
+        def take(taking: Sequence[Episode], turns: RolloutBatch) -> None:
+            pairs = zip(taking, turns, strict=True)
+            list(pool.map(lambda pair: pair[0].take(pair[1], tokenizer), pairs))
+
+        prompts = [
+            _same(index, [encode_prompt(tokenizer, e.reset(row)) for e in group])
+            for index, (row, group) in enumerate(zip(rows, episodes, strict=True))
+        ]
+        turns = run_batch(prompts, params, session_ids=list(range(len(rows))))
+        take([episode for _, episode in numbered], turns)
+        while still := [(s, episode) for s, episode in numbered if not episode.ended]:
+            turns = run_batch(
+                [episode.context for _, episode in still],
+                [_next(params, episode) for _, episode in still],
+                session_ids=[session for session, _ in still],
+            )
+            take([episode for _, episode in still], turns)
     ended = [episode for _, episode in numbered]
-    return RolloutBatch.from_rollouts([e.rollout() for e in ended]), [e.reward for e in ended]
+    batch = RolloutBatch.from_rollouts([episode.rollout() for episode in ended])
+    _check_some_went_on(batch)
+    return batch, [episode.reward for episode in ended]
 
 
 def sample_rows(
@@ -204,9 +246,20 @@ def sample_rows(
     return run_batch([encode_prompt(tokenizer, row["prompt"]) for row in rows], params), None
 
 
-def _next(params: SamplingParams, number: int, tokens_left: int | None) -> SamplingParams:
-    seed = None if params.seed is None else derived_seed(params.seed, number)
-    return replace(params, n=1, seed=seed, max_tokens=tokens_left)
+def _next(params: SamplingParams, episode: Episode) -> SamplingParams:
+    """One sample more, whose noise no other conversation has."""
+    return replace(params, n=1, seed=derived_seed(*episode.number), max_tokens=episode.tokens_left)
+
+
+def _check_some_went_on(batch: RolloutBatch) -> None:
+    """An environment that fails everywhere is a fault of the program, not of one conversation."""
+    failures = [m for r, m in zip(batch.error_reasons, batch.error_messages, strict=True)
+                if r == ENVIRONMENT_FAILED]  # fmt: skip
+    if failures and len(failures) == len(batch):
+        raise RunError(
+            f"the environment failed in each of the {len(batch)} conversations, first with "
+            f"{failures[0]}"
+        )
 
 
 def _same(index: int, prompts: list[list[int]]) -> list[int]:

@@ -21,7 +21,7 @@ from recipes.lesson import Lesson
 from recipes.recipe import Run
 from recipes.rewards import RewardTable, teaching_samples
 from recipes.sampled_step import SampledStep
-from recipes.sampling import sample_and_score, sampled_metrics, shaped_rewards, spread
+from recipes.sampling import sample_and_score, sampled_metrics, shaped_rewards, token_advantages
 from recipes.step_metrics import StepClock
 from rollout import RolloutBatch
 from trainer_bridge import TokenColumns
@@ -72,14 +72,14 @@ def sample(run: Run, prompts_drawn: int, step: int) -> SampledStep:
 
 
 def lesson(run: Run, sample: SampledStep) -> Lesson:
-    """Rewards to advantages, over whole groups; then without the rollouts that may not teach."""
+    """Rewards to advantages, over whole groups; then without the rollouts that may not teach, or
+    that have no reward."""
     batch = sample.batch
     shaped = shaped_rewards(run, batch, sample.rewards)
     assert run.preset.advantages is not None
-    advantages = spread(
-        batch, run.preset.advantages(shaped, batch.prompt_index, batch.response_lengths)
-    )
+    advantages = token_advantages(run.preset.advantages, shaped, batch)
     teaches = teaching_samples(batch.finish_reasons, run.config.algorithm.mask_truncated)
+    teaches &= np.array([reward is not None for reward in shaped], dtype=np.bool_)
     rollouts = np.flatnonzero(teaches)
     if not teaches.all():
         advantages = advantages[np.repeat(teaches, batch.lengths)]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from recipes.alarms import Alarms
-from recipes.algorithms.presets import Preset
+from recipes.algorithms.presets import PRESETS, Preset
 from recipes.checkpoints import Checkpoint, Checkpoints
 from recipes.command_line import ConfigError, parse_config
 from recipes.config import RunConfig
@@ -63,6 +63,7 @@ def main(program: str, default_config: Path, arguments: Sequence[str] | None = N
     try:
         given = sys.argv[1:] if arguments is None else arguments
         config = parse_config(given, default_config, program)
+        _check_program(program, config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -219,7 +220,12 @@ def train_to_the_end(run: Run, signals: StopSignals, display: RunDisplay) -> Non
             if config.rollout.overlap and step + 1 < config.steps:
                 following = _beside(sample, taken.prompts_drawn, step + 2)
             taken.clock.skip()
-            lesson = recipe.lesson(run, taken)
+            try:
+                lesson = recipe.lesson(run, taken)
+            except BaseException:
+                if following is not None:
+                    wait([following])  # nobody else samples when a new trainer begins
+                raise
             shown = update_step(run, taken, lesson, following)
             shown["timing_s/wall"] = time.monotonic() - began
             record.steps_done, record.prompts_drawn = step + 1, taken.prompts_drawn
@@ -262,7 +268,8 @@ def update_step(
     run.colocation.confirm_publication(record.policy_version)
     sample.clock.lap("confirm")
     sync = run.config.algorithm.ref_model_sync_steps
-    if sync and (record.steps_done + 1) % sync == 0:
+    has_reference = trainer_config(run.config, run.preset).reference
+    if has_reference and sync and (record.steps_done + 1) % sync == 0:
         trainer.reset_from_policy("reference")
     return {
         **sample.metrics, **lesson.metrics, **stats, **version_metrics(sample.batch), **behind,
@@ -361,6 +368,16 @@ def _checkpoint(run: Run) -> None:
 def _records_of(start: Checkpoint | None) -> int:
     """How many records of metrics there were when the checkpoint was written."""
     return 0 if start is None else int(start.state["records"])
+
+
+def _check_program(program: str, config: RunConfig) -> None:
+    """Who starts PPO by its own name does not want another algorithm of that name's file."""
+    recipe = PRESETS[config.algorithm.name].recipe
+    if program not in (recipe, "recipes.grpo"):
+        raise ConfigError(
+            f"{program} is not the recipe of algorithm.name {config.algorithm.name}: run "
+            f"python -m {recipe}, or name the algorithm with --algorithm"
+        )
 
 
 def _warn(message: str) -> None:

@@ -53,30 +53,31 @@ def lesson(run: Run, sample: SampledStep) -> Lesson:
     rollout neither. Tokens that the policy did not choose are passed over. In the first
     `critic.warmup_steps` steps only the critic learns.
     """
-    settings, step = run.config.ppo, run.record.steps_done
+    settings, carried = run.config.ppo, dict(run.record.carried)
     earned = reward_array(shaped_rewards(run, sample.batch, sample.rewards))
     teaches = teaching_samples(sample.batch.finish_reasons, run.config.algorithm.mask_truncated)
     rollouts = np.flatnonzero(teaches & ~np.isnan(earned) & (sample.batch.response_lengths > 0))
     batch, algorithm = sample.batch.select(rollouts), run.algorithm
-    if step < run.config.critic.warmup_steps:
+    critic_alone = run.record.steps_done < run.config.critic.warmup_steps
+    if critic_alone:
         algorithm = replace(algorithm, policy_loss=None)
     if not len(batch):
-        return Lesson(rollouts, batch, np.zeros(0, np.float32), algorithm)
+        return Lesson(rollouts, batch, np.zeros(0, np.float32), algorithm, carried=carried)
 
     columns = run.colocation.trainer.score_tokens(batch)
     sample.clock.lap("values")
     assert columns.values is not None, "the trainer has a critic: trainer_settings.py"
     mask, rewards = batch.response_mask, np.zeros(batch.num_tokens)
     rewards[batch.offsets[1:] - 1] = earned[rollouts]
-    penalty, carried = {}, {}
+    penalty = {}
     if settings.kl_coefficient:
         assert columns.reference_logprobs is not None
-        coefficient = run.record.carried.get("kl_coefficient", settings.kl_coefficient)
+        coefficient = carried.get("kl_coefficient", settings.kl_coefficient)
         kl = k1(torch.from_numpy(batch.logprobs), torch.from_numpy(columns.reference_logprobs))
         rewards -= np.where(mask, coefficient * kl.numpy(), 0.0)
         mean_kl = _mean_over_rollouts(kl.numpy(), batch)
         penalty = {"kl": mean_kl, "kl_coefficient": coefficient}
-        if settings.kl_target is not None:
+        if settings.kl_target is not None and not critic_alone:
             carried["kl_coefficient"] = adaptive_coefficient(
                 coefficient, mean_kl, len(batch),
                 target=settings.kl_target, horizon=settings.kl_horizon,

@@ -106,14 +106,14 @@ def score_rollouts(
     earned: Sequence[float | None] | None = None,
 ) -> tuple[list[str], RewardTable]:
     """The text of each rollout and what it earns. rows: those that the batch's prompts came from,
-    one for each. earned: what an environment gave each rollout, the column `ENVIRONMENT`."""
+    one for each. earned: what an environment gave each rollout, the column `ENVIRONMENT`; one that
+    it cannot score has no reward, whatever the functions say."""
     completions = [tokenizer.decode(batch.tokens(i).tolist()) for i in range(len(batch))]
     of_sample = [rows[i] for i in batch.prompt_index]
     prompts = [prompt_text(row["prompt"]) for row in of_sample]
     table = score_completions(functions, prompts, completions, of_sample, batch.finish_reasons)
     if earned is not None:
-        columns = {ENVIRONMENT: _checked("the environment", earned), **table.columns}
-        table = RewardTable(_sum_scored(columns, len(batch)), columns)
+        table = _with_environment(table, earned)
     return completions, table
 
 
@@ -125,6 +125,20 @@ def teaching_samples(finish_reasons: Sequence[str], mask_truncated: bool) -> NDA
     """
     dropped = UNFINISHED | {"length"} if mask_truncated else UNFINISHED
     return np.array([reason not in dropped for reason in finish_reasons], dtype=np.bool_)
+
+
+def _with_environment(table: RewardTable, earned: Sequence[float | None]) -> RewardTable:
+    if ENVIRONMENT in table.columns:
+        raise RewardError(
+            f"a reward function is called {ENVIRONMENT!r}, the name of what the task's "
+            "environment gives; choose another"
+        )
+    columns = {ENVIRONMENT: _checked("the environment", earned), **table.columns}
+    total = [
+        None if of_environment is None else reward
+        for of_environment, reward in zip(earned, _sum_scored(columns, len(earned)), strict=True)
+    ]
+    return RewardTable(total, columns)
 
 
 def _checked(who: str, rewards: Sequence[float | None]) -> NDArray[np.float64]:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.algorithms import overlong_penalty
+from recipes.algorithms.advantages import AdvantageFunction
 from recipes.episodes import sample_rows
 from recipes.recipe import Run
 from recipes.rewards import RewardTable, score_rollouts
@@ -19,7 +20,6 @@ from recipes.step_metrics import (
     turn_metrics,
 )
 from rollout import RolloutBatch, SamplingParams
-from trainer_bridge.token_columns import advantages_per_token
 
 
 def sample_and_score(
@@ -69,13 +69,25 @@ def shaped_rewards(
     ]
 
 
-def spread(batch: RolloutBatch, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """One number per rollout `[N]`, or per token that the policy chose, to `[total tokens]`: 0 at
-    tokens that it did not choose."""
-    if values.shape != (len(batch),) and values.shape == (int(batch.response_mask.sum()),):
-        chosen, values = values, np.zeros(batch.num_tokens, dtype=np.float32)
-        values[batch.response_mask] = chosen
-    return advantages_per_token(batch, values)
+def token_advantages(
+    function: AdvantageFunction, rewards: list[float | None], batch: RolloutBatch
+) -> NDArray[np.float32]:
+    """What `function` gives each rollout or each token that the policy chose, as
+    `[total tokens]`: 0 at tokens that it did not choose."""
+    chosen = batch.response_lengths
+    # One for a rollout without tokens: so N numbers are one for each, whatever they are meant for.
+    lengths = np.maximum(chosen, 1)
+    values = np.asarray(function(rewards, batch.prompt_index, lengths), dtype=np.float32)
+    if values.shape == (len(batch),):
+        values = np.repeat(values, lengths)
+    if values.shape != (lengths.sum(),):
+        raise ValueError(
+            f"advantages have shape {values.shape} for {len(batch)} rollouts of {lengths.sum()} "
+            "tokens; return one number per rollout or one per token"
+        )
+    per_token = np.zeros(batch.num_tokens, dtype=np.float32)
+    per_token[batch.response_mask] = values[np.repeat(chosen > 0, lengths)]
+    return per_token
 
 
 def _penalty(run: Run, batch: RolloutBatch) -> NDArray[np.float64]:

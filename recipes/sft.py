@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Protocol
 
 from recipes.algorithms import presets
-from recipes.environment import encode_observation
+from recipes.environment import Content, encode_observation, end_of_turn
 from recipes.tasks.task import Demonstrates, encode_prompt
 from rollout import RolloutBatch
 from rollout.tokenizer import Tokenizer
@@ -39,12 +39,15 @@ def warm_start(
 def demonstration_batches(
     task: Demonstrates, tokenizer: Tokenizer, num_batches: int, batch_size: int, seed: int
 ) -> Iterator[RolloutBatch]:
-    """The task's demonstrations as batches of `batch_size`, each turn closed by EOS. What the
-    policy is told in a conversation is read and not imitated."""
+    """The task's demonstrations as batches of `batch_size`, each turn closed by `end_of_turn`. What
+    the policy is told in a conversation is read and not imitated."""
     samples = iter(task.demonstrations(num_batches * batch_size, seed))
     for _ in range(num_batches):
         pairs = list(islice(samples, batch_size))
-        answers = [_encode(tokenizer, completion) for _, completion in pairs]
+        answers = [
+            _encode(tokenizer, completion, not isinstance(prompt, str))
+            for prompt, completion in pairs
+        ]
         yield RolloutBatch.from_demonstrations(
             [encode_prompt(tokenizer, prompt) for prompt, _ in pairs],
             [token_ids for token_ids, _ in answers],
@@ -53,16 +56,18 @@ def demonstration_batches(
 
 
 def _encode(
-    tokenizer: Tokenizer, completion: str | Sequence[str]
+    tokenizer: Tokenizer, completion: str | Sequence[Content], chat: bool
 ) -> tuple[list[int], list[bool]]:
     """Tokens, and which of them the policy says."""
     turns = [completion] if isinstance(completion, str) else completion
+    end = end_of_turn(tokenizer, chat)
     token_ids: list[int] = []
     mask: list[bool] = []
     for place, text in enumerate(turns):
         says = place % 2 == 0
         if says:
-            ids = tokenizer.encode(text) + list(tokenizer.eos_token_ids[:1])
+            assert isinstance(text, str), "what the policy says is text"
+            ids = tokenizer.encode(text) + end
         else:
             ids = encode_observation(tokenizer, text, token_ids[-1])
         token_ids += ids

@@ -20,7 +20,8 @@ _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad",
 class Tokenizer:
     """The tokenizer of one model. Nothing in it changes after construction; it can be pickled.
 
-    Ids are plain ints. `eos_token_ids` are all ids that end a generation. `vocab_size` counts the
+    Ids are plain ints. `eos_token_ids` are all ids that end a generation, `special_token_ids` those
+    that are no text. `vocab_size` counts the
     tokens of the tokenizer; a model's embedding may have more rows.
     """
 
@@ -47,6 +48,8 @@ class Tokenizer:
         eos = self._special_id("eos_token")
         fallback = () if eos is None else (eos,)
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids) or fallback
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.chat_template = chat_template
         self._template = None if chat_template is None else _compile(chat_template)
 

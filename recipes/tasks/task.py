@@ -48,9 +48,10 @@ class Demonstrates(Protocol):
 
     def demonstrations(
         self, num_samples: int, seed: int
-    ) -> Iterable[tuple[Prompt, str | Sequence[str]]]:
+    ) -> Iterable[tuple[Prompt, str | Sequence[Prompt]]]:
         """`num_samples` pairs of a prompt that is not held out and a completion, from `seed`. A
-        conversation is a list: what the policy says, what it is told, what it says, and so on."""
+        conversation is a list: what the policy says, what it is told (text, or chat messages), what
+        it says, and so on."""
 
 
 def prompt_text(prompt: Prompt) -> str:

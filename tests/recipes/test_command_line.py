@@ -46,6 +46,22 @@ def test_a_group_of_one_where_nothing_compares_groups():
         assert config.rollout.group_size == 1
 
 
+def test_bounds_of_what_is_not_used_are_not_checked():
+    """A large batch with a fixed penalty has nothing to do with the horizon of a steered one."""
+    options = ["--algorithm=ppo", "--rollout.prompts_per_step=1024", "--rollout.group_size=16"]
+    assert parse_config(options).ppo.kl_horizon == 10000
+
+
+def test_the_recipe_of_one_algorithm_means_that_one(tmp_path):
+    """Also with a file that names none."""
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 7\n")
+    for program, name in (("recipes.ppo", "ppo"), ("recipes.grpo", "grpo")):
+        config = parse_config(["--config", str(path)], program=program)
+        assert (config.algorithm.name, config.steps) == (name, 7)
+    assert parse_config(["--algorithm=dapo"], program="recipes.ppo").algorithm.name == "dapo"
+
+
 def test_command_line_wins_over_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("steps: 7\nrollout: {group_size: 4, temperature: 0.7}\n")
@@ -100,7 +116,7 @@ def test_help_explains_every_field(capsys):
         (
             ["--rollout.group_size=1", "--algorithm.name=reinforce_pp",
              "--algorithm.advantages=rloo"],
-            r"at least 2 \(the group baseline of rloo compares samples\), got 1",
+            r"at least 2 \(rloo compares the samples of a group\), got 1",
         ),
         (["--rollout.group_size=0", "--algorithm=ppo"], "group_size must be at least 1, got 0"),
         (["--algorithm=ppo", "--algorithm.advantages=grpo"], "advantages must be null for ppo"),
@@ -110,10 +126,19 @@ def test_help_explains_every_field(capsys):
             r"steps must be at least 6 \(the policy is trained after critic.warmup_steps\), got 5",
         ),
         (
-            ["--algorithm=ppo", "--ppo.kl_horizon=100"],
+            ["--algorithm=ppo", "--ppo.kl_horizon=100", "--ppo.kl_target=0.1"],
             r"ppo.kl_horizon must be at least 128 \(the rollouts of a step\), got 100",
         ),
         (["--ppo.kl_target=0.1", "--ppo.kl_coefficient=0"], "kl_coefficient must be a positive"),
+        (
+            ["--algorithm=dapo", "--algorithm.advantages=reinforce_pp", "--rollout.group_size=1"],
+            r"at least 2 \(dynamic sampling compares the samples of a group\), got 1",
+        ),
+        (["--algorithm.ref_model_sync_steps=2"], "is for a reference policy, and nothing here has"),
+        (
+            ["--algorithm=ppo", "--ppo.kl_coefficient=0", "--algorithm.ref_model_sync_steps=2"],
+            "is for a reference policy, and nothing here has one",
+        ),
         (["--ppo.lam=1.1"], r"ppo.lam must lie in \[0, 1\], got 1.1"),
         (["--critic.learning_rate=0"], "critic.learning_rate must be a positive number, got 0"),
         (["--algorithm.beta=-1"], "algorithm.beta must be at least 0, got -1"),

@@ -9,8 +9,9 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from recipes.environment import Done, Observation, encode_observation
+from recipes.environment import Done, Observation, encode_observation, end_of_turn
 from recipes.episodes import run_episodes, sample_rows
+from recipes.errors import RunError
 from recipes.rewards import RewardError, score_rollouts
 from recipes.tasks import calculator
 from recipes.tasks.task import with_rewards
@@ -145,7 +146,7 @@ def test_ids_are_never_encoded_again(loaded, monkeypatch):
 
 
 def test_each_is_a_function_of_its_own_row_seed_and_number(loaded):
-    """Not of which others are still open: other environments for the others change nothing."""
+    """Not of which others are still open, of their order, or of how many there are."""
     _, tokenizer, pool = loaded
     made = []
 
@@ -153,12 +154,21 @@ def test_each_is_a_function_of_its_own_row_seed_and_number(loaded):
         made.append(Echo(turns=3 if len(made) < 3 else 1 + len(made) % 2))
         return made[-1]
 
-    all_long, _ = run_episodes(pool.run_batch, tokenizer, Echo, ROWS, PARAMS, 9)
-    some_short, _ = run_episodes(pool.run_batch, tokenizer, mixed, ROWS, PARAMS, 9)
-    alone, _ = run_episodes(pool.run_batch, tokenizer, Echo, ROWS[:1], PARAMS, 9)
-    for i in range(3):
-        assert all_long[i] == some_short[i] == alone[i]
-    assert any(all_long[i] != some_short[i] for i in range(3, 27))
+    def run(rows=ROWS, environment=Echo, params=PARAMS):
+        return list(run_episodes(pool.run_batch, tokenizer, environment, rows, params, 9)[0])
+
+    all_long, some_short = run(), run(environment=mixed)
+    assert all_long[:3] == some_short[:3]
+    assert all_long[3:] != some_short[3:]
+    backwards = run(ROWS[::-1])
+    fewer = run(params=replace(PARAMS, n=2))
+    without = [replace(rollout, prompt_index=0) for rollout in all_long]
+    for row in range(9):
+        mine = without[3 * row : 3 * row + 3]
+        assert [replace(r, prompt_index=0) for r in backwards[3 * (8 - row) :][:3]] == mine
+        assert [replace(r, prompt_index=0) for r in fewer[2 * row :][:2]] == mine[:2]
+        assert run(ROWS[row : row + 1]) == mine
+    assert max(len(rollout.version_spans) for rollout in all_long) > 1
 
 
 def test_bounds(loaded):
@@ -211,6 +221,58 @@ def test_one_that_was_aborted_or_failed_has_no_reward(loaded):
     assert {r.finish_reason for r in batch} == {"rejected"} and earned == [None] * 3
 
 
+class Frail(Echo):
+    """Fails in the second turn of every other conversation."""
+
+    count, closed = 0, 0
+    share = 2
+
+    def __init__(self):
+        super().__init__()
+        Frail.count += 1
+        self.fails = Frail.count % self.share == 0
+
+    def step(self, token_ids, text):
+        if self.fails and len(self.heard) == 1:
+            raise TimeoutError("the tool did not answer")
+        return super().step(token_ids, text)
+
+    def close(self):
+        Frail.closed += 1
+
+
+class AlwaysFrail(Frail):
+    share = 1
+
+
+class Careless(Echo):
+    def step(self, token_ids, text):
+        return "a", 0.5
+
+
+def test_an_environment_that_fails_spoils_its_own_conversation(loaded):
+    """R6: the batch says which and why; the others are what they would have been. Where all fail
+    the run must not go on as if there were nothing to learn."""
+    _, tokenizer, pool = loaded
+    params = replace(PARAMS, max_tokens=60)
+    whole, _ = run_episodes(pool.run_batch, tokenizer, Echo, ROWS, params, 9)
+    batch, earned = run_episodes(pool.run_batch, tokenizer, Frail, ROWS, params, 9)
+    assert Frail.closed == Frail.count == 27
+    failed = [i for i, r in enumerate(batch) if r.finish_reason == "error"]
+    assert len(failed) > 5 and all(i % 2 for i in failed)
+    for i, rollout in enumerate(batch):
+        if i in failed:
+            assert rollout.error_reason == "environment_failed" and earned[i] is None
+            assert rollout.error_message == "TimeoutError: the tool did not answer"
+            assert rollout.token_ids == whole[i].token_ids[: len(rollout.token_ids)]
+        else:
+            assert rollout == whole[i]
+    with pytest.raises(RunError, match="failed in each of the 3 conversations, first with Timeout"):
+        run_episodes(pool.run_batch, tokenizer, AlwaysFrail, ROWS[:1], params, 9)
+    with pytest.raises(TypeError, match=r"Careless.step must return an Observation or Done, got t"):
+        run_episodes(pool.run_batch, tokenizer, Careless, ROWS, params, 9)
+
+
 class Fickle(Echo):
     count = 0
 
@@ -254,6 +316,10 @@ def test_the_environments_reward_is_one_more_column(loaded):
     texts, table = score_rollouts(task.rewards, tokenizer, ROWS, batch, earned)
     assert list(table.columns) == ["environment", "length"]
     assert table.total == [e + len(t) / 8 for e, t in zip(earned, texts, strict=True)]
+    unscored = [None, *earned[1:]]  # cannot be scored, whatever the functions say
+    assert score_rollouts(task.rewards, tokenizer, ROWS, batch, unscored)[1].total[0] is None
+    with pytest.raises(RewardError, match="a reward function is called 'environment'"):
+        score_rollouts({"environment": lambda *_: []}, tokenizer, ROWS, batch.select([]), [])
     with pytest.raises(RewardError, match="the environment: reward of sample 1 is nan"):
         score_rollouts({}, tokenizer, ROWS, batch, [0.0, float("nan"), *earned[2:]])
     plain, nothing = sample_rows(
@@ -263,23 +329,73 @@ def test_the_environments_reward_is_one_more_column(loaded):
 
 
 ANSWER = [{"role": "tool", "content": "42"}]
+LLAMA_3 = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n\n' + m['content'] + '<|eot|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' </s>' }}{% endif %}{% endfor %}"
+)
+HARMONY = LLAMA_3.replace("<|eot|>", "<|end|>")
 
 
-def test_chat_messages_follow_the_template(tmp_path):
-    """Said turn by turn it is what the template writes for the whole conversation."""
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path / "chat"))
-    assert tokenizer.chat_template == CHATML
-    (end,) = tokenizer.encode("<|im_end|>")
-    tokenizer.eos_token_ids = (end, 0)
-    chat = [{"role": "user", "content": "hello"}]
-    turn = [*tokenizer.encode("two"), end]
-    heard = encode_observation(tokenizer, ANSWER, turn[-1])
-    whole = [*chat, {"role": "assistant", "content": "two"}, *ANSWER]
+def chat_tokenizer(template, special, ends):
+    """One token per character beside the special ones; `ends`: those that end a generation."""
+    characters = sorted({*"".join(special), *template, *"usertoolassistant two42hello?abcdef"})
+    words = {word: i for i, word in enumerate([*special, *characters])}
+    backend = Backend(models.BPE(vocab=words, merges=[], unk_token=special[0]))
+    backend.add_special_tokens(list(special))
+    backend.decoder = decoders.Fuse()
+    ids = tuple(words[end] for end in ends)
+    return Tokenizer(backend.to_str(), {"eos_token": ends[0]}, template, ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "ends", "end", "role"),
+    [
+        (
+            CHATML, ("<|im_start|>", "<|im_end|>", "<|e|>"), ("<|im_end|>", "<|e|>"), "<|im_end|>",
+            "tool",
+        ),
+        (LLAMA_3, ("<|start|>", "<|eot|>", "<|e|>"), ("<|e|>", "<|eot|>"), "<|eot|>", "tool"),
+        (LLAMA_2, ("<s>", "</s>"), ("</s>",), "</s>", "user"),
+    ],
+    ids=["chatml", "llama 3", "llama 2"],
+)  # fmt: skip
+def test_chat_messages_follow_the_template(template, special, ends, end, role):
+    """Said turn by turn it is what the template writes for the whole conversation, whichever of
+    the tokens that end a generation the template uses, and whatever stands before it."""
+    tokenizer = chat_tokenizer(template, special, ends)
+    (closing,) = tokenizer.encode(end)
+    assert end_of_turn(tokenizer, chat=True) == [closing]
+    assert end_of_turn(tokenizer, chat=False) == list(tokenizer.eos_token_ids[:1])
+    chat, answer = [{"role": "user", "content": "hello"}], [{"role": role, "content": "42"}]
+    whole = [*chat, {"role": "assistant", "content": "two"}, *answer]
+    space = tokenizer.encode(" ") if template is LLAMA_2 else []
+    turn = [*space, *tokenizer.encode("two"), *space, closing]
+    heard = encode_observation(tokenizer, answer, closing)
     assert tokenizer.apply_chat_template(chat) + turn + heard == (
         tokenizer.apply_chat_template(whole)
     )
-    assert encode_observation(tokenizer, ANSWER, turn[0]) == [end, *heard]  # no end of turn yet
-    assert encode_observation(tokenizer, "42", end) == tokenizer.encode("42")
+    cut = encode_observation(tokenizer, answer, turn[-2])  # no end of turn yet
+    assert cut[-len(heard) :] == heard and closing in cut[: -len(heard)]
+    assert encode_observation(tokenizer, "42", closing) == tokenizer.encode("42")
+
+
+def test_an_end_of_generation_that_is_not_the_templates_stands_for_it():
+    """The turn ended; it does not end a second time."""
+    tokenizer = chat_tokenizer(HARMONY, ("<|start|>", "<|end|>", "<|return|>"), ("<|return|>",))
+    (end,) = tokenizer.eos_token_ids
+    heard = encode_observation(tokenizer, ANSWER, end)
+    assert heard == tokenizer.encode("<|start|>tool\n\n42<|end|><|start|>assistant\n\n")
+    assert end_of_turn(tokenizer, chat=True) == [end]
+
+
+def test_a_message_that_the_template_drops_is_refused():
+    tokenizer = chat_tokenizer(LLAMA_2, ("<s>", "</s>"), ("</s>",))
+    with pytest.raises(ValueError, match="leaves out a message of role 'tool'"):
+        encode_observation(tokenizer, ANSWER, 1)
 
 
 def test_a_template_that_changes_the_assistants_words_is_refused(tmp_path):

@@ -9,11 +9,13 @@ import pytest
 import tiny_run
 
 from recipes import grpo
+from recipes.algorithms import reinforce_pp_advantages
 from recipes.algorithms.presets import PRESETS
 from recipes.command_line import parse_config
 from recipes.evaluation import evaluate
+from recipes.sampling import token_advantages
 from recipes.trainer_settings import trainer_config
-from rollout import RolloutEngine, load_pretrained
+from rollout import RolloutBatch, RolloutEngine, load_pretrained
 
 
 def records(folder):
@@ -103,6 +105,44 @@ def test_all_rewards_equal_changes_nothing_and_is_no_nan(run_grpo, monkeypatch):
     assert all(value is not None for record in records(folder) for value in record.values())
 
 
+def test_what_has_no_reward_is_not_trained_on(run_grpo, monkeypatch):
+    """Not with a weight of 0 either: it would count in the mean over tokens, and in the KL."""
+    trained = []
+    step = tiny_run.TrainerActor.step
+
+    def spy(self, batch, *rest):
+        trained.append(len(batch))
+        return step(self, batch, *rest)
+
+    monkeypatch.setattr(tiny_run.TrainerActor, "step", spy)
+    monkeypatch.setattr(
+        tiny_run, "repeats",
+        lambda p, texts, r: [None if i % 4 == 3 else float(len(t)) for i, t in enumerate(texts)],
+    )  # fmt: skip
+    code, folder = run_grpo("--algorithm.beta=0.1")
+    assert code == 0 and trained == [24] * 3
+    assert {r["rewards/unscored"] for r in training_records(folder)} == {8}
+
+
+def test_advantages_of_tokens_and_of_rollouts_are_told_apart():
+    """As many rollouts as chosen tokens, one of them empty: shapes alone do not tell."""
+    batch = RolloutBatch.from_demonstrations(
+        [[5]] * 4, [[1, 2], [3, 9], [4], []], [[True, True], [True, False], [True], []]
+    )
+    assert batch.response_lengths.tolist() == [2, 1, 1, 0]
+    rewards = [1.0, 2.0, 4.0, None]
+    per_token = token_advantages(reinforce_pp_advantages, rewards, batch)
+    expected = (np.array([1, 1, 2, 4]) - 2) / np.std([1, 1, 2, 4], ddof=1)
+    np.testing.assert_allclose(per_token, [*expected[:3], 0, expected[3]], rtol=1e-6)
+
+    def per_rollout(rewards, group_index, lengths):
+        return np.array([1, 2, 3, 4], np.float32)
+
+    assert token_advantages(per_rollout, rewards, batch).tolist() == [1, 1, 2, 0, 3]
+    with pytest.raises(ValueError, match=r"shape \(3,\) for 4 rollouts of 5 tokens"):
+        token_advantages(lambda *_: np.zeros(3, np.float32), rewards, batch)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_cleanly_with_a_checkpoint(run_grpo, monkeypatch, capsys, number, code):
     """F5."""
@@ -138,7 +178,7 @@ def test_the_checkpoint_is_the_policy_that_was_evaluated(run_grpo):
     ("options", "message"),
     [
         (["--model=/no/such/model"], "there is no model '/no/such/model'; give --model"),
-        (["--task.name=chainsum"], "task.name must be one of embedded, chain_sum"),
+        (["--task.name=chainsum"], "task.name must be one of embedded, calculator, chain_sum"),
         (["--task.name=tiny_run:nothing"], "tiny_run has no function 'nothing'"),
     ],
 )

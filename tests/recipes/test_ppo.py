@@ -6,6 +6,8 @@ import tiny_run
 from test_resume import OPTIONS, outcome, records
 
 from recipes import loop, ppo
+from recipes.algorithms.presets import PRESETS
+from recipes.command_line import CONFIGS
 from recipes.report import RunRecord
 
 PPO = ("--algorithm=ppo", "--critic.learning_rate=3e-3")
@@ -116,6 +118,39 @@ def test_the_penalty_is_steered(run_grpo):
         assert coefficients[i + 1] / coefficients[i] == pytest.approx(1.2 if kl > 0 else 0.8)
 
 
+def test_the_penalty_is_steered_only_by_what_the_policy_learns(run_grpo, monkeypatch):
+    """While the critic learns alone the KL is 0 by construction, and a step without any reward says
+    nothing: both leave the coefficient as it is."""
+    steered = ("--ppo.kl_target=9", "--ppo.kl_horizon=32", "--ppo.kl_coefficient=0.5")
+    _, warm = run_grpo(*PPO, *steered, "--critic.warmup_steps=2", "--steps=5", output="warm")
+    coefficients = [r["kl_coefficient"] for r in steps_of(warm)]
+    assert coefficients == pytest.approx([0.5, 0.5, 0.5, 0.4, 0.32])
+    calls = []
+
+    def sometimes(prompts, completions, rows):
+        calls.append(len(completions) == 32)
+        third = calls[-1] and sum(calls) == 3
+        return [None if third else float(len(c)) for c in completions]
+
+    monkeypatch.setattr(tiny_run, "repeats", sometimes)
+    _, gap = run_grpo(*PPO, *steered, "--steps=5", output="gap")
+    coefficients = [r.get("kl_coefficient") for r in steps_of(gap)]
+    assert coefficients == pytest.approx([0.5, 0.4, None, 0.32, 0.256])
+
+
+def test_another_algorithm_under_this_name_is_refused(capsys):
+    assert ppo.main(["--config", str(CONFIGS / "grpo_embedded.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "recipes.ppo is not the recipe of algorithm.name grpo: run python -m recipes.grp" in said
+
+
+def test_a_reference_that_a_preset_brings_can_follow(run_grpo, monkeypatch):
+    """No reference, nothing to sync: a preset from Python may have none, whatever the fields."""
+    monkeypatch.setattr(loop, "configured_preset", lambda config: PRESETS["grpo"])
+    code, _ = run_grpo("--algorithm.beta=0.1", "--algorithm.ref_model_sync_steps=1")
+    assert code == 0
+
+
 @pytest.mark.parametrize("trunk", ["own", "shared"])
 def test_one_completion_per_prompt_is_enough(trunk, policy, tmp_path, monkeypatch):
     """From its own entry point; no alarm says that groups of one have no variance."""
@@ -168,7 +203,7 @@ def test_interrupted_and_gone_on_with(run_grpo, interrupt, overlap, owner, metho
 def test_going_on_with_another_coefficient_shows(run_grpo, interrupt, monkeypatch):
     """The control of the above."""
     _, undisturbed = run_grpo(*STEERED, output="undisturbed")
-    assert len({r["kl_coefficient"] for r in steps_of(undisturbed)}) == 4
+    assert len({r["kl_coefficient"] for r in steps_of(undisturbed)}) == 3
     interrupt(tiny_run.TrainerActor, "step", 5)
     assert run_grpo(*STEERED, output="interrupted")[0] == 1
     restore = RunRecord.restore

@@ -240,3 +240,27 @@ def test_the_report_says_that_it_was_interrupted(run_grpo, interrupt):
     _, folder = run_grpo(*OPTIONS)
     assert "Gone on with after step 2" in (folder / "report.md").read_text()
     assert not any(math.isnan(r["reward"]) for r in records(folder) if "reward" in r)
+
+
+def test_a_warm_start_that_is_interrupted_twice_keeps_what_it_did(run_grpo, monkeypatch):
+    """All of it is before step 1: a later checkpoint of that step must replace the earlier."""
+    step, calls = tiny_run.TrainerActor.step, []
+    options = ("--warm_start.steps=12", "--steps=1", "--resume=auto")
+
+    def interrupted(self, *arguments):
+        calls.append(arguments)
+        if len(calls) in (4, 8):
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *arguments)
+
+    def done(folder):
+        (checkpoint,) = (folder / "checkpoints").glob("step-000000")
+        return json.loads((checkpoint / STATE_FILE).read_text())["state"]["warm_start_done"]
+
+    monkeypatch.setattr(tiny_run.TrainerActor, "step", interrupted)
+    for expected in (4, 8):
+        code, folder = run_grpo(*options)
+        assert code == 130 and done(folder) == expected
+    assert run_grpo(*options)[0] == 0
+    assert len(calls) == 12 + 1, "no step was taken twice"
+    assert done(folder) == 12

@@ -17,11 +17,14 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
+from tokenizers import models, pre_tokenizers
 
 from rollout.model import Decoder, DecoderConfig
 from rollout.model.checkpoint import load_weights, save_pretrained
 from rollout.model.gguf_import import smollm2_folder
+from rollout.tokenizer import Tokenizer
 
 DEFAULT_CACHE = Path("~/.cache/lockstep/bench")
 SEED = 0
@@ -80,7 +83,7 @@ def model_files(name: str, cache: Path) -> ModelFiles:
         model = Decoder(RANDOM_MODELS[name])
         model.init_weights(SEED)
         file.unlink(missing_ok=True)
-        save_pretrained(model, folder)
+        save_pretrained(model, folder, number_tokenizer(RANDOM_MODELS[name]))
     config = DecoderConfig.from_folder(folder)
     if not file.exists():
         model = Decoder(config)
@@ -91,7 +94,18 @@ def model_files(name: str, cache: Path) -> ModelFiles:
 
 def _holds(folder: Path, config: DecoderConfig) -> bool:
     """Whether an earlier run has written this very model."""
-    return (folder / "config.json").exists() and DecoderConfig.from_folder(folder) == config
+    whole = all((folder / name).exists() for name in ("config.json", "tokenizer.json"))
+    return whole and DecoderConfig.from_folder(folder) == config
+
+
+def number_tokenizer(config: DecoderConfig) -> Tokenizer:
+    """Id 17 is the word `17`."""
+    words = {str(token): token for token in range(config.vocab_size)}
+    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    end = str(config.eos_token_ids[0])
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end}
+    return Tokenizer(backend.to_str(), settings, eos_token_ids=config.eos_token_ids)
 
 
 _LAYER_NAMES = {

@@ -72,6 +72,10 @@ class EngineProcess:
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def run(self, groups: Sequence[Group]) -> dict[str, Any]:
         """Seconds, tokens and the last sample of one run of these groups."""
         return self.ask("run", groups=[asdict(group) for group in groups])
