@@ -27,7 +27,7 @@ _WRONG_OR_NULL = re.compile(
     r'Parser key "(.+?)": .* Errors: - Expected an? (?:typing\.)?(.+?)(?:\. Got value.*?)? '
     r"- Expected a NoneType.* Given value: (.+)"
 )
-_OPTIONS_BESIDE_FIELDS = ("config", "help", "print_config")
+_OPTIONS_BESIDE_FIELDS = ("config", "help", "print_config", "dry-run")
 
 
 class ConfigError(ValueError):
@@ -91,6 +91,11 @@ def _parser(program: str) -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of these fields")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what memory and time the run would take, and whether it fits; load nothing",
+    )
     parser.add_class_arguments(RunConfig)
     by_name = [name for name, preset in PRESETS.items() if preset.recipe == program]
     if len(by_name) == 1:  # a recipe of one algorithm

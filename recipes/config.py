@@ -139,6 +139,8 @@ class OptimizerConfig:
         minibatch_size: rollouts per optimizer step; null for the whole batch in one step
         num_iterations: passes over each batch
         micro_batch_tokens: tokens per forward and backward; bounds memory, changes no result
+        gradient_checkpointing: keep only what enters each layer for the backward, and compute the
+            rest again: less memory, about a third more time, the same gradient
     """
 
     learning_rate: float = 1e-3
@@ -150,6 +152,7 @@ class OptimizerConfig:
     minibatch_size: int | None = None
     num_iterations: int = 1
     micro_batch_tokens: int = 4096
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         positive("optimizer.learning_rate", self.learning_rate)

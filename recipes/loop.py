@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
 from recipes.alarms import Alarms
@@ -35,6 +37,7 @@ from recipes.lesson import Lesson
 from recipes.metrics import MetricsLog
 from recipes.models import model_location
 from recipes.output import holds_run, prepare_output
+from recipes.plan import plan_run
 from recipes.plugins import configured_preset
 from recipes.progress import RunDisplay
 from recipes.recipe import Recipe, Run
@@ -45,9 +48,9 @@ from recipes.sft import demonstration_batches, warm_start
 from recipes.step_metrics import version_metrics, versions_behind
 from recipes.stopping import Stopped, StopSignals, stop_signals
 from recipes.tasks.catalog import load_task
-from recipes.tasks.task import Demonstrates, Task
+from recipes.tasks.task import Demonstrates, Task, encode_prompt
 from recipes.trainer_settings import trainer_config
-from rollout import EngineConfig, RolloutBatch, TornWeights
+from rollout import EngineConfig, RolloutBatch, Tokenizer, TornWeights
 from trainer_bridge import Colocation, Placement, TrainerLost
 
 T = TypeVar("T")
@@ -69,6 +72,8 @@ def main(program: str, default_config: Path, arguments: Sequence[str] | None = N
         return 2
     output: Path | None = None
     try:
+        if "--dry-run" in given:
+            return dry_run(config)
         with stop_signals():
             output = prepare_output(config)
             return run(config, output)
@@ -78,6 +83,19 @@ def main(program: str, default_config: Path, arguments: Sequence[str] | None = N
     except Exception as error:
         print(f"error: {sentence(error)}{_keep_traceback(output)}", file=sys.stderr)
         return 1
+
+
+def dry_run(config: RunConfig) -> int:
+    """Print what the run would take; 1 if it does not fit."""
+    task = load_task(config.task, config.seed)
+    with TemporaryDirectory() as folder:  # for a policy that is made on the spot
+        location = Path(model_location(config.model, Path(folder), config.seed))
+        tokenizer = Tokenizer.from_folder(location)
+        prompts = task.train[:64]["prompt"]
+        tokens = sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts) / len(prompts)
+        plan = plan_run(config, configured_preset(config), location, math.ceil(tokens))
+    print(plan.text())
+    return 0 if plan.fits else 1
 
 
 def run(
@@ -362,7 +380,9 @@ def _checkpoint(run: Run) -> None:
             record.ahead.save(folder)
         return version
 
+    began = time.monotonic()
     record.checkpoint = run.checkpoints.write(record.steps_done, record.state(), save)
+    record.checkpoint_seconds += time.monotonic() - began
 
 
 def _records_of(start: Checkpoint | None) -> int:

@@ -89,6 +89,8 @@ class RunDisplay:
             ("reward", _number(self._shown.get("reward"), 3)),
             ("held-out", _number(self._shown.get("heldout/reward"), 3)),
             ("tokens/s", _number(self._shown.get("rollout/tokens_per_second"), 0)),
+            ("rollout s", _number(self._shown.get("timing_s/rollout"), 2)),
+            ("update s", _number(self._shown.get("timing_s/update"), 2)),
             ("version", _number(self._shown.get("rollout/policy_version"), 0)),
             ("left", "-" if left is None else format_duration(left)),
         ]

@@ -52,6 +52,7 @@ class RunRecord:
     ahead: SampledStep | None = None
     carried: dict[str, float] = field(default_factory=dict)
     resumes: list[int] = field(default_factory=list)
+    checkpoint_seconds: float = 0.0
     seconds: float = 0.0
     status: str = "running"
 
@@ -97,6 +98,7 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         _head(record),
         _heldout(record.evaluations, bool(record.config.warm_start.steps)),
         _training(record.training_steps),
+        _time(record),
         _promises(
             [
                 check_weights(record.weights, record.config.rollout.nodes),
@@ -169,6 +171,34 @@ def _training(steps: Sequence[Mapping[str, float]]) -> str:
     ]
     table = _table(("mean of", f"first {tenth} steps", f"last {tenth} steps"), rows)
     return f"## Training\n\n![curves](curves.png)\n\n{table}"
+
+
+def _time(record: RunRecord) -> str:
+    """Seconds by phase, of training steps and of what lies between them."""
+    steps = record.training_steps
+    if not steps:
+        return ""
+    names = {name for step in steps for name in step if name.startswith("timing_s/")}
+    names -= {"timing_s/step", "timing_s/wall", "timing_s/train"}
+    totals = {name: sum(step.get(name, 0.0) for step in steps) for name in names}
+    totals["evaluation"] = sum(r.get("timing_s/evaluation", 0.0) for r in record.history)
+    totals["checkpoint"] = record.checkpoint_seconds
+    whole = sum(totals.values())
+    rows = [
+        (name.removeprefix("timing_s/"), _figure(total), f"{total / whole:.0%}")
+        for name, total in sorted(totals.items(), key=lambda item: -item[1])
+        if total
+    ]
+    overlapped = (
+        " With `rollout.overlap` rollouts and rewards lie beside the update: they do not add up."
+        if record.config.rollout.overlap
+        else ""
+    )
+    table = _table(("phase", "seconds", "share"), rows)
+    return (
+        f"## Where the time goes\n\nOf the {len(steps)} training steps, and of evaluations and "
+        f"checkpoints between them.{overlapped}\n\n{table}"
+    )
 
 
 def _promises(checks: Sequence[PromiseCheck]) -> str:

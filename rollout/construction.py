@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcache.storage import KVShape, KVStorage, num_blocks
-from rollout.model import Decoder
+from rollout.model import Decoder, DecoderConfig
 from rollout.policy import ParameterLeftArena
 
 
@@ -41,6 +41,26 @@ def checked_length(model: Decoder, max_seq_len: int | None) -> int:
     return length
 
 
+def kv_budget(
+    config: DecoderConfig,
+    max_batch_size: int,
+    max_seq_len: int | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[int, int]:
+    """Blocks of the KV cache that an engine of these settings makes, and their bytes."""
+    shape = _kv_shape(config, block_size, dtype)
+    length = max_seq_len or config.max_position_embeddings
+    blocks = num_blocks(shape, max_batch_size, length, None, None)
+    return blocks, blocks * shape.block_bytes
+
+
+def _kv_shape(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+    return KVShape(
+        config.num_hidden_layers, config.num_key_value_heads, config.head_dim, block_size, dtype
+    )
+
+
 def kv_storage(
     model: Decoder,
     cache: KVStorage | None,
@@ -52,13 +72,9 @@ def kv_storage(
     kv_cache_bytes: int | None,
 ) -> KVStorage:
     """KV pages for the budget, or `cache` after checking that it is of this model's shape."""
-    parameter, config = next(model.parameters()), model.config
-    shape = KVShape(
-        config.num_hidden_layers,
-        config.num_key_value_heads,
-        config.head_dim,
-        block_size if cache is None else cache.block_size,
-        parameter.dtype,
+    parameter = next(model.parameters())
+    shape = _kv_shape(
+        model.config, block_size if cache is None else cache.block_size, parameter.dtype
     )
     if cache is None:
         blocks = num_blocks(shape, max_batch_size, max_seq_len, num_kv_blocks, kv_cache_bytes)

@@ -36,6 +36,7 @@ class Critic:
                 policy.config, weight.dtype, str(weight.device), operators=policy.operators
             )
             self.trunk.lm_head = None  # it has no logits
+            self.trunk.gradient_checkpointing = policy.gradient_checkpointing
             self._parameters += self.trunk.parameters()
         self.reset()
 

@@ -64,6 +64,8 @@ class Learner:
         self._gate = gate
         self._config = config
         self._backend = attention_for(model, attention_backend)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
         # device_placement=False: `.to(device)` would re-bind parameters away from the arena.
         self._accelerator = Accelerator(device_placement=False, mixed_precision="no")
         optimizer = torch.optim.AdamW(

@@ -42,6 +42,8 @@ class TrainerConfig:
     max_grad_norm: gradients are scaled to this norm at most; None = not clipped.
     minibatch_size: rollouts per optimizer step; None = the whole batch. num_iterations: passes
     over a batch. micro_batch_tokens: input tokens per forward; bounds memory, changes no result.
+    gradient_checkpointing: keep no more of a forward than what enters each layer, and compute the
+    rest again for the backward: less memory, about a third more time, the same gradient.
     num_threads: CPU threads of the trainer; None = all cores.
     undo: keep a copy of the weights during an update, so that one that raises leaves the old ones;
     None = while there is plenty of memory (`GateSettings`).
@@ -59,6 +61,7 @@ class TrainerConfig:
     minibatch_size: int | None = None
     num_iterations: int = 1
     micro_batch_tokens: int = 8192
+    gradient_checkpointing: bool = False
     num_threads: int | None = None
     undo: bool | None = None
     critic: CriticConfig | None = None

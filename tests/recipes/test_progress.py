@@ -24,12 +24,17 @@ def test_plain_lines_without_a_terminal():
         clock.now += 30
         display.update(
             1,
-            {"reward": 0.5, "rollout/tokens_per_second": 1234.5, "rollout/policy_version": 3},
+            {
+                "reward": 0.5, "rollout/tokens_per_second": 1234.5, "rollout/policy_version": 3,
+                "timing_s/rollout": 0.256, "timing_s/update": 1.5,
+            },
         )
     assert out.getvalue().splitlines() == [
         "warm start [done]",
-        "step 0/4 | reward - | held-out 0.250 | tokens/s - | version - | left -",
-        "step 1/4 | reward 0.500 | held-out 0.250 | tokens/s 1234 | version 3 | left 1:30",
+        "step 0/4 | reward - | held-out 0.250 | tokens/s - | rollout s - | update s - | version - "
+        "| left -",
+        "step 1/4 | reward 0.500 | held-out 0.250 | tokens/s 1234 | rollout s 0.26 | update s 1.50 "
+        "| version 3 | left 1:30",
     ]
     assert "\x1b" not in out.getvalue()
 

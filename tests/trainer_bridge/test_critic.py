@@ -125,6 +125,23 @@ def test_values_and_gradients_are_those_of_plain_torch(trunk):
 
 
 @pytest.mark.parametrize("trunk", ["own", "shared"])
+def test_gradient_checkpointing_changes_no_bit(trunk):
+    """Policy and critic after a step; what enters a layer is all that is kept of it."""
+    plain, checkpointed = bench(trunk), bench(trunk, gradient_checkpointing=True)
+    assert checkpointed.model.gradient_checkpointing and not plain.model.gradient_checkpointing
+    batch = plain.batch()
+    forwards = []
+    for made in (plain, checkpointed):
+        columns, calls = with_returns(made, batch), []
+        made.model.model.layers[0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        made.learner.step(batch, advantages_for(batch), PPO, columns)
+        forwards.append(len(calls))
+    assert forwards == [1, 2], "once, and once again for the backward"
+    assert same(plain.weights(), checkpointed.weights())
+    assert same(critic_state(plain), critic_state(checkpointed))
+
+
+@pytest.mark.parametrize("trunk", ["own", "shared"])
 def test_going_on_from_a_state_is_as_if_never_interrupted(trunk, tmp_path):
     """Critic, its optimizer and the reference policy are part of the learner's state."""
     runs = []
