@@ -32,6 +32,22 @@ def test_before_and_after(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_where_the_time_goes(tmp_path):
+    """Shares of phases; totals of several phases at once are not phases."""
+    step = {"reward": 0.5, "timing_s/rollout": 2.0, "timing_s/update": 1.0, "timing_s/step": 3.0,
+            "timing_s/wall": 3.1, "timing_s/train": 0.9}  # fmt: skip
+    history = [{"step": i, **step} for i in (1, 2)] + [{"step": 2, "timing_s/evaluation": 3.0}]
+    record = RunRecord(RunConfig(), history, checkpoint_seconds=1.0)
+    text = write_report(tmp_path, record).read_text()
+    section = text.split("## Where the time goes")[1].split("##")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert rows == [
+        "| rollout | 4 | 40% |", "| evaluation | 3 | 30% |", "| update | 2 | 20% |",
+        "| checkpoint | 1 | 10% |",
+    ]  # fmt: skip
+    assert "they do not add up" not in text
+
+
 def test_a_run_that_never_started(tmp_path):
     record = RunRecord(RunConfig(), [], status="failed: no model")
     text = write_report(tmp_path, record).read_text()

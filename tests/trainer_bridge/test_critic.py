@@ -133,7 +133,8 @@ def test_gradient_checkpointing_changes_no_bit(trunk):
     forwards = []
     for made in (plain, checkpointed):
         columns, calls = with_returns(made, batch), []
-        made.model.model.layers[0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        layer = made.model.model.layers[0]
+        layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         made.learner.step(batch, advantages_for(batch), PPO, columns)
         forwards.append(len(calls))
     assert forwards == [1, 2], "once, and once again for the backward"
