@@ -23,6 +23,9 @@ class TaskConfig:
             chain_sum or basic_arithmetic (a chat model), or your own as module:function, called
             with this section and the seed
         rewards: reward functions as module:function, instead of the task's own; their sum counts
+        score_each_prompt: score a prompt's completions as soon as they are there, on a thread
+            beside the rollouts that are still sampled; the functions are then called once per
+            prompt, not once per step
         train_size: number of training prompts
         heldout_size: number of held-out prompts, never trained on
         min_terms: fewest numbers in an arithmetic question
@@ -33,6 +36,7 @@ class TaskConfig:
 
     name: str = "embedded"
     rewards: tuple[str, ...] | None = None
+    score_each_prompt: bool = False
     train_size: int = 2000
     heldout_size: int = 100
     min_terms: int = 2

@@ -37,8 +37,9 @@ class RunBatch(Protocol):
         params: SamplingParams | list[SamplingParams],
         *,
         session_ids: list[int] | None = None,
+        on_finished: Callable[[int, list[Rollout]], None] | None = None,
     ) -> RolloutBatch:
-        """`n` rollouts of each prompt, in order."""
+        """`n` rollouts of each prompt, in order; each prompt's told of when they are there."""
 
 
 class Episode:
@@ -238,12 +239,16 @@ def sample_rows(
     rows: Sequence[Row],
     params: SamplingParams,
     max_turns: int,
+    on_finished: Callable[[int, list[Rollout]], None] | None = None,
 ) -> tuple[RolloutBatch, list[float | None] | None]:
     """`params.n` completions of each row's prompt; of a task that is `Interactive` they are
-    conversations, with what each earned."""
+    conversations, with what each earned, and `on_finished` is not called."""
     if isinstance(task, Interactive):
         return run_episodes(run_batch, tokenizer, task.environment, rows, params, max_turns)
-    return run_batch([encode_prompt(tokenizer, row["prompt"]) for row in rows], params), None
+    prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
+    if on_finished is None:
+        return run_batch(prompts, params), None
+    return run_batch(prompts, params, on_finished=on_finished), None
 
 
 def _next(params: SamplingParams, episode: Episode) -> SamplingParams:

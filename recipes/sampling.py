@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from recipes.algorithms import overlong_penalty
 from recipes.algorithms.advantages import AdvantageFunction
+from recipes.environment import Interactive
 from recipes.episodes import sample_rows
 from recipes.recipe import Run
 from recipes.rewards import RewardTable, score_rollouts
@@ -19,13 +21,14 @@ from recipes.step_metrics import (
     reward_metrics,
     turn_metrics,
 )
-from rollout import RolloutBatch, SamplingParams
+from rollout import Rollout, RolloutBatch, SamplingParams
 
 
 def sample_and_score(
     run: Run, rows: list[dict[str, Any]], seed: int, clock: StepClock
 ) -> tuple[RolloutBatch, RewardTable]:
-    """`group_size` completions of each row's prompt, and what they earn."""
+    """`group_size` completions of each row's prompt, and what they earn. With
+    `task.score_each_prompt` those of a prompt are scored while others are still sampled."""
     config, tokenizer = run.config.rollout, run.colocation.tokenizer
     params = SamplingParams(
         n=config.group_size,
@@ -33,14 +36,27 @@ def sample_and_score(
         max_tokens=config.max_tokens,
         seed=seed,
     )
-    batch, earned = sample_rows(
-        run.colocation.pool.run_batch, tokenizer, run.task, rows, params, config.max_turns
-    )
-    clock.lap("rollout")
+    rewards, run_batch = run.task.rewards, run.colocation.pool.run_batch
+    if run.config.task.score_each_prompt and not isinstance(run.task, Interactive):
+        with ThreadPoolExecutor(1, "rewards") as scorer:
+            scored: dict[int, Future[tuple[list[str], RewardTable]]] = {}
 
-    _, rewards = score_rollouts(run.task.rewards, tokenizer, rows, batch, earned)
+            def score(place: int, rollouts: list[Rollout]) -> None:
+                one, row = RolloutBatch.from_rollouts(rollouts), [rows[place]]
+                scored[place] = scorer.submit(score_rollouts, rewards, tokenizer, row, one)
+
+            batch, _ = sample_rows(
+                run_batch, tokenizer, run.task, rows, params, config.max_turns, score
+            )
+            clock.lap("rollout")
+            table = RewardTable.concat([scored[place].result()[1] for place in range(len(rows))])
+        clock.lap("reward")
+        return batch, table
+    batch, earned = sample_rows(run_batch, tokenizer, run.task, rows, params, config.max_turns)
+    clock.lap("rollout")
+    _, table = score_rollouts(rewards, tokenizer, rows, batch, earned)
     clock.lap("reward")
-    return batch, rewards
+    return batch, table
 
 
 def sampled_metrics(

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,10 @@ from rollout.transport import FinishedPrompts, PackedPrompts
 
 DEFAULT_TOKENS_GUESS = 256
 _POLL_S = 0.25
+
+
+TakePrompt = Callable[[int, list[Rollout]], None]
+"""(place of a prompt in the batch, all its rollouts)"""
 
 
 @dataclass(slots=True)
@@ -92,6 +96,7 @@ class RolloutPool:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         session_ids: Sequence[int] | None = None,
+        on_finished: TakePrompt | None = None,
         **fields: Any,
     ) -> RolloutBatch:
         """Sample every prompt on some actor; rollouts in the order of the prompts, `n` of each.
@@ -99,6 +104,9 @@ class RolloutPool:
         params and `fields` as in `RolloutEngine.run_batch`. session_ids: one per prompt; equal ones
         go to the same actor, in this call and in later ones while the same actors serve, so that
         the KV of a conversation's earlier turns is found again. Consecutive numbers spread evenly.
+        on_finished: called with a prompt's place and all its rollouts as soon as they are there,
+        once each, in any order, on this thread: it should be quick, and what it raises ends the
+        call.
 
         Groups stay together and go out longest first. Of an actor that dies or hangs, what it has
         handed in stays, and the rest is computed by others, with the same tokens. Raises
@@ -115,6 +123,12 @@ class RolloutPool:
                 f"{len(session_ids)} session_ids for {len(tasks)} prompts; pass one per prompt"
             )
         results: dict[int, list[Rollout]] = {}
+
+        def take(index: int, rollouts: list[Rollout]) -> None:
+            results[index] = rollouts
+            if on_finished is not None:
+                on_finished(index, rollouts)
+
         deadline = time.monotonic() + self._batch_timeout_s
         shares: list[_Share] = []
         unsent = tasks
@@ -122,7 +136,7 @@ class RolloutPool:
             while shares or unsent:
                 shares += self._dispatch(unsent, session_ids, deadline)
                 ray.wait([share.parts for share in shares], timeout=_POLL_S)
-                unsent = self._gather(shares, results)
+                unsent = self._gather(shares, take)
                 self.members.look_after()
                 if shares and time.monotonic() > deadline:
                     raise ActorTimeout(self._overdue(shares))
@@ -132,14 +146,12 @@ class RolloutPool:
             raise
         return RolloutBatch.from_rollouts([r for i in range(len(tasks)) for r in results[i]])
 
-    def _gather(
-        self, shares: list[_Share], results: dict[int, list[Rollout]]
-    ) -> list[PromptTask]:
+    def _gather(self, shares: list[_Share], take: TakePrompt) -> list[PromptTask]:
         """Take in what there is, close the shares that are done; prompts of actors now lost."""
         lost: list[PromptTask] = []
         for share in list(shares):
             try:
-                if self._collect(share, results):
+                if self._collect(share, take):
                     shares.remove(share)
                 else:
                     share.actor.check("run_batch")
@@ -171,7 +183,7 @@ class RolloutPool:
             shares.append(_Share(actors[name], run_id, parts, {t.prompt_index: t for t in share}))
         return shares
 
-    def _collect(self, share: _Share, results: dict[int, list[Rollout]]) -> bool:
+    def _collect(self, share: _Share, take: TakePrompt) -> bool:
         """Take in what the actor has handed out; True when that is everything."""
         while True:
             ready, _ = ray.wait([share.parts], timeout=0)
@@ -193,7 +205,7 @@ class RolloutPool:
             assert isinstance(part, FinishedPrompts)
             for index, rollouts in part.unpack().items():
                 del share.open[index]
-                results[index] = rollouts
+                take(index, rollouts)
 
     def _overdue(self, shares: Sequence[_Share]) -> str:
         late = ", ".join(f"{s.actor.name} ({len(s.open)} prompts)" for s in shares)

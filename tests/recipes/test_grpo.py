@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -103,6 +104,26 @@ def test_all_rewards_equal_changes_nothing_and_is_no_nan(run_grpo, monkeypatch):
         assert record["actor/pg_loss"] == 0.0 and record["actor/grad_norm"] == 0.0
         assert record["frac_reward_zero_std"] == 1.0
     assert all(value is not None for record in records(folder) for value in record.values())
+
+
+def test_prompts_scored_one_by_one_earn_the_same(run_grpo, monkeypatch):
+    """Beside the rollouts: on another thread, once per prompt, whatever the order they end in."""
+    calls, repeats = [], tiny_run.repeats
+
+    def watched(prompts, completions, rows):
+        calls.append((threading.current_thread() is threading.main_thread(), {*prompts}))
+        return repeats(prompts, completions, rows)
+
+    monkeypatch.setattr(tiny_run, "repeats", watched)
+    _, together = run_grpo("--evaluation.every=0", output="together")
+    assert [len(prompts) for _, prompts in calls[1:-1]] == [8, 8, 8]  # the first and last evaluate
+    calls.clear()
+    _, apart = run_grpo("--task.score_each_prompt=true", "--evaluation.every=0", output="apart")
+    assert [(here, len(prompts)) for here, prompts in calls[1:-1]] == [(False, 1)] * 24
+    first, second = ([without_times(r) for r in records(folder)] for folder in (together, apart))
+    assert first == second
+    monkeypatch.setattr(tiny_run, "repeats", lambda p, c, r: [float("nan")] * len(c))
+    assert run_grpo("--task.score_each_prompt=true", output="broken")[0] == 1
 
 
 def test_what_has_no_reward_is_not_trained_on(run_grpo, monkeypatch):

@@ -122,10 +122,13 @@ class LocalPool:
         params: SamplingParams | list[SamplingParams],
         *,
         session_ids: list[int] | None = None,
+        on_finished: Any = None,
     ) -> RolloutBatch:
-        return RolloutBatch.from_rollouts(
-            self.engine.run_batch(prompts, params, return_details=True)
-        )
+        found = self.engine.run_batch(prompts, params, return_details=True)
+        if on_finished is not None:
+            for place in reversed(range(len(prompts))):
+                on_finished(place, [r for r in found if r.prompt_index == place])
+        return RolloutBatch.from_rollouts(found)
 
     def get_stats(self) -> list[dict[str, Any]]:
         return [self.engine.get_stats()]

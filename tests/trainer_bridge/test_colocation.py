@@ -96,6 +96,25 @@ def test_a_conversation_goes_on_where_its_kv_is(run):
         run.pool.run_batch(prompts, params, session_ids=[0, 1])
 
 
+def test_each_prompt_is_told_of_once(run):
+    """With all its rollouts, before the call returns; what the callback raises ends the call."""
+    told = {}
+
+    def take(place, rollouts):
+        assert place not in told
+        told[place] = rollouts
+
+    batch = run.pool.run_batch(PROMPTS, PARAMS, on_finished=take)
+    assert [rollout for place in range(len(PROMPTS)) for rollout in told[place]] == list(batch)
+
+    def refuse(place, rollouts):
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        run.pool.run_batch(PROMPTS, PARAMS, on_finished=refuse)
+    assert list(run.pool.run_batch(PROMPTS, PARAMS)) == list(batch)
+
+
 def test_a_step_over_actors(folder, run, tmp_path):
     """L5, L6, W1, W6: the whole circle, each stage against an engine without actors."""
     batch = run.pool.run_batch(PROMPTS, PARAMS)
