@@ -144,25 +144,28 @@ def test_what_was_handed_in_is_not_computed_again(folder):
         sent = []
         dispatch = pool._dispatch
 
-        def spy(tasks, deadline):
+        def spy(tasks, session_ids, deadline):
             sent.append(sorted(task.prompt_index for task in tasks))
-            return dispatch(tasks, deadline)
+            return dispatch(tasks, session_ids, deadline)
 
         pool._dispatch = spy
         expected = list(pool.run_batch(PROMPTS, params))
         sent.clear()
+        told: list[int] = []
         handed_in: set[int] = set()
         collect = pool._collect
 
-        def kill_after_the_first_part(share, results):
-            ended = collect(share, results)
-            if results and not handed_in and share.open:
-                handed_in.update(results)
+        def kill_after_the_first_part(share, take):
+            ended = collect(share, take)
+            if told and not handed_in and share.open:
+                handed_in.update(told)
                 os.kill(pid_of(share.actor.handle), signal.SIGKILL)
             return ended
 
         pool._collect = kill_after_the_first_part
-        assert list(pool.run_batch(PROMPTS, params)) == expected
+        found = pool.run_batch(PROMPTS, params, on_finished=lambda place, _: told.append(place))
+        assert list(found) == expected
+        assert sorted(told) == list(range(len(PROMPTS))), "of each prompt once, though one died"
         repeated = [index for tasks in sent[1:] for index in tasks]
         assert handed_in and repeated
         assert not handed_in & set(repeated)
