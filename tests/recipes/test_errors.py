@@ -85,7 +85,7 @@ def test_a_model_folder(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("chainsum", "task.name must be one of embedded, calculator, chain_sum, basic_arithmetic or module"),
+        ("chainsum", "one of embedded, calculator, chain_sum, basic_arithmetic or module"),
         ("no_such_module:load", "task.name 'no_such_module:load' cannot be imported"),
         ("recipes.data:nothing", "recipes.data has no function 'nothing'"),
     ],
