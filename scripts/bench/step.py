@@ -12,9 +12,9 @@ computes nothing. Medians of the repeats, after a step that is not counted.
 
     rollout_s, update_s     of TRL: its `_generate`, and the rest of the step
     trained_tokens_per_s    completion tokens per second of update
-    peak_mib                most memory during the counted steps, PSS summed: of TRL its process, of
-                            Lockstep driver, trainer and rollout actors; ray_mib what Ray's own
-                            daemons take beside that
+    peak_mib                most memory during one step more, which is not timed (looking costs
+                            time), PSS summed: of TRL its process, of Lockstep driver, trainer and
+                            rollout actors; ray_mib what Ray's own daemons take beside that
 
 One JSON line per side, model and workload, then one with the ratios.
 """
@@ -195,32 +195,37 @@ def best_of_lockstep(files: ModelFiles, workload: Workload) -> int:
 
 
 def measure(
-    files: ModelFiles, workload: Workload, repeats: int, threads: int
+    files: ModelFiles,
+    workload: Workload,
+    repeats: int,
+    threads: int,
+    settings: dict[str, Any] | None,
+    actors: int | None,
 ) -> list[dict[str, Any]]:
-    """The lines of one cell."""
-    settings, actors = best_of_trl(files, workload, threads), best_of_lockstep(files, workload)
-    seeds = range(repeats + 1)
+    """The lines of one cell. settings, actors: None = those that do best."""
+    settings = settings or best_of_trl(files, workload, threads)
+    actors = actors or best_of_lockstep(files, workload)
+    seeds = range(repeats + 2)  # the first warms up, the last is looked at
     theirs, ours = Steps(settings), Steps({"actors": actors})
     with ExitStack() as stack:
         process = trl(files, workload, settings, seeds, threads, stack)
         lockstep = stack.enter_context(Lockstep(files, workload, actors))
-        of_trl = stack.enter_context(PeakMemory(lambda: family(process.pid)))
-        of_lockstep = stack.enter_context(PeakMemory(of_run))
-        ray = stack.enter_context(PeakMemory(of_ray))
-        for seed in seeds:
+        for seed in seeds[:-1]:
             answer = lockstep.step(workload.draw(seed, files.config.vocab_size))
             say(f"Lockstep, step {seed}: {answer['seconds']:.2f} s")
             counted = process.ask("train")
             say(f"TRL, step {seed}: {counted['seconds']:.2f} s")
             if counted["mean_length"] != workload.new_tokens[0]:
                 raise EngineFailed(f"TRL's completions have {counted['mean_length']} tokens")
-            if seed == 0:
-                for peak in (of_trl, of_lockstep, ray):
-                    peak.reset()
-                continue
-            ours.add(answer)
-            theirs.add(counted)
-        ours.peak_bytes, theirs.peak_bytes = of_lockstep.bytes, of_trl.bytes
+            if seed:
+                ours.add(answer)
+                theirs.add(counted)
+        with PeakMemory(of_run) as peak, PeakMemory(of_ray) as ray:
+            lockstep.step(workload.draw(seeds[-1], files.config.vocab_size))
+        ours.peak_bytes = peak.bytes
+        with PeakMemory(lambda: family(process.pid)) as peak:
+            process.ask("train")
+        theirs.peak_bytes = peak.bytes
         ours.extra = {
             "ray_mib": round(ray.bytes / 2**20), "ratio": answer["ratio"],
             "gate_ms": round(answer["gate_ms"], 2),
@@ -247,6 +252,8 @@ def main() -> int:
     parser.add_argument("--workloads", default="w1,w2", help="w1, w2")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--trl", type=json.loads, help="JSON of one of TRL_SETTINGS: no search")
+    parser.add_argument("--actors", type=int, help="of Lockstep: no search")
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE)
     options = parser.parse_args()
     # A stopped process does not see that its input has ended: it must be closed, whatever ends us.
@@ -255,7 +262,10 @@ def main() -> int:
         files = model_files(model, options.cache.expanduser())
         for name in options.workloads.split(","):
             try:
-                lines = measure(files, WORKLOADS[name], options.repeats, options.threads)
+                lines = measure(
+                    files, WORKLOADS[name], options.repeats, options.threads, options.trl,
+                    options.actors,
+                )  # fmt: skip
             except EngineFailed as error:
                 print(f"error: {model} {name}: {error}", file=sys.stderr)
                 return 1

@@ -176,16 +176,16 @@ def test_nothing_to_learn_from_is_no_step(run_grpo, monkeypatch, lessons):
     assert [r["rollout/policy_version"] for r in steps_of(folder)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("overlap", ["false", "true"])
 @pytest.mark.parametrize(
-    ("owner", "method", "call"),
+    ("overlap", "owner", "method", "call"),
     [
-        (tiny_run.LocalPool, "run_batch", 6),
-        (tiny_run.TrainerActor, "score_tokens", 3),
-        (tiny_run.TrainerActor, "step", 5),
-        (tiny_run.TrainerActor, "reset_from_policy", 1),
-        (tiny_run.TrainerActor, "reset_from_policy", 2),
-        (tiny_run.TrainerActor, "save_checkpoint", 2),
+        ("false", tiny_run.TrainerActor, "score_tokens", 3),
+        ("false", tiny_run.TrainerActor, "step", 5),
+        ("false", tiny_run.TrainerActor, "reset_from_policy", 1),
+        ("false", tiny_run.TrainerActor, "reset_from_policy", 2),
+        ("true", tiny_run.LocalPool, "run_batch", 6),
+        ("true", tiny_run.TrainerActor, "score_tokens", 3),
+        ("true", tiny_run.TrainerActor, "save_checkpoint", 2),
     ],
 )
 def test_interrupted_and_gone_on_with(run_grpo, interrupt, overlap, owner, method, call):

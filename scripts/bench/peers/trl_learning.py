@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import torch
@@ -49,9 +48,8 @@ def main() -> None:
         train_dataset=Dataset.from_list(job["rows"]),
         processing_class=AutoTokenizer.from_pretrained(job["folder"]),
     )
-    started = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - started
+    seconds = sum(entry.get("step_time", 0.0) for entry in trainer.state.log_history)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     with open(f"{job['output']}/rewards.json", "w", encoding="utf-8") as file:
         json.dump({"rewards": rewards, "seconds": seconds}, file)
