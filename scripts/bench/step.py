@@ -48,6 +48,8 @@ from scripts.bench.workloads import TRIAL_SEED, WORKLOADS, Group, Workload
 from trainer_bridge import Colocation, TrainerConfig
 
 LEARNING_RATE = 1e-6
+MICRO_BATCH_TOKENS = 1024
+"""Of Lockstep: as many as 8 rows of w1, which is what TRL is the fastest with."""
 TRL_SETTINGS = (
     {"rows": 8, "continuous_batching": False},
     {"rows": 16, "continuous_batching": False},
@@ -93,7 +95,9 @@ class Lockstep:
         self._colocation = Colocation(
             str(files.folder),
             rollout_actors=actors,
-            trainer=TrainerConfig(learning_rate=LEARNING_RATE),
+            trainer=TrainerConfig(
+                learning_rate=LEARNING_RATE, micro_batch_tokens=MICRO_BATCH_TOKENS
+            ),
             engine=EngineConfig(max_batch_size=64, max_seq_len=workload.max_seq_len),
         )
 
