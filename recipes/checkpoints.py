@@ -15,6 +15,7 @@ from rollout.model.files import flush_folder, sync_path
 
 STATE_FILE = "lockstep_state.json"
 _UNFINISHED = ".unfinished-"
+_REPLACED = ".replaced-"
 
 
 class CheckpointError(RuntimeError):
@@ -60,8 +61,10 @@ class Checkpoints:
         if final.exists() and _holds(final, state):
             return final
         unfinished = final.with_name(f"{_UNFINISHED}{final.name}")
+        replaced = final.with_name(f"{_REPLACED}{final.name}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._put_back()
             for leftover in self.folder.glob(f"{_UNFINISHED}*"):
                 shutil.rmtree(leftover)
             version = save(unfinished)
@@ -77,16 +80,16 @@ class Checkpoints:
             }
             (unfinished / STATE_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
             flush_folder(unfinished)
-            replaced = final.with_name(f"{_UNFINISHED}replaced-{final.name}")
             if final.exists():
                 final.rename(replaced)
             unfinished.rename(final)
-            shutil.rmtree(replaced, ignore_errors=True)
             sync_path(final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
             for old in self.existing()[: -self.keep]:
                 shutil.rmtree(old)
         except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
+            self._put_back()
             raise CheckpointError(
                 f"cannot write checkpoint {final}: {sentence(error)}; earlier checkpoints are "
                 "untouched, and --output chooses another folder"
@@ -97,11 +100,21 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         return sorted(p for p in self.folder.glob("step-*") if (p / STATE_FILE).is_file())
 
+    def _put_back(self) -> None:
+        """One that was to be replaced when the run was killed is the checkpoint still."""
+        for replaced in self.folder.glob(f"{_REPLACED}*"):
+            final = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+            if final.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(final)
+
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest that is what was written; a damaged one is told of and passed over.
 
         None if there is none at all; CheckpointError if all are damaged.
         """
+        self._put_back()
         found = self.existing()
         for folder in reversed(found):
             try:

@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent, pruned, with errors that say what to do (F5, F6)."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,42 @@ def test_writing_a_step_twice_is_one_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.write(3, {}, save) == checkpoints.write(3, {}, save)
     assert len(saved) == 1
+
+
+def test_another_state_of_a_step_replaces_it(tmp_path):
+    """A warm start is all before step 1."""
+    checkpoints = Checkpoints(tmp_path)
+    for done in (4, 9):
+        checkpoints.write(0, {"warm_start_done": done}, save_weights)
+    assert checkpoints.newest(print).state == {"warm_start_done": 9}
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000"]
+
+
+@pytest.mark.parametrize("renames", [1, 2, 3])
+@pytest.mark.parametrize("killed", [KeyboardInterrupt, OSError])
+def test_killed_while_one_is_replaced(tmp_path, monkeypatch, renames, killed):
+    """After any of the renames: the newest is the old one or the new one, whole."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.write(0, {"done": 4}, save_weights)
+    rename, calls = Path.rename, []
+
+    def cut(self, target):
+        calls.append(target)
+        if len(calls) == renames:
+            raise killed("at a rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", cut)
+    if renames < 3:
+        with pytest.raises(KeyboardInterrupt if killed is KeyboardInterrupt else CheckpointError):
+            checkpoints.write(0, {"done": 9}, save_weights)
+    else:
+        checkpoints.write(0, {"done": 9}, save_weights)
+    monkeypatch.undo()
+    assert checkpoints.newest(print).state == {"done": 9 if renames == 3 else 4}
+    checkpoints.write(0, {"done": 12}, save_weights)
+    assert checkpoints.newest(print).state == {"done": 12}
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000"]
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
